@@ -51,7 +51,7 @@ def row_of(score):
 
 
 def bits(dtype, context):
-    """Bits per element of a cache of so many tokens that came 16 at a time: used, and allocated."""
+    """Bits per element of a cache of `context` tokens that came 16 at a time: used, and allocated."""
     cache, rows = kvfast.KVCache(1, *SHAPE, max_seq_len=context, dtype=dtype), np.ones((16, *SHAPE), np.float32)
     for _ in range(0, context, len(rows)):
         cache.append(0, rows, rows)

@@ -71,7 +71,7 @@ def bounds(plan, threads):
 
 
 def figures(plan, times, threads):
-    """Of interleaved times, ours and NumPy's: how much faster, and how far from the bounds."""
+    """How much faster than NumPy, by interleaved times, and how far from the bounds."""
     reading, computing, parts = np.median([bounds(plan, threads) for _ in range(5)], axis=0)
     ours = np.median(times[:, 0])
     return {

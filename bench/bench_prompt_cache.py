@@ -3,7 +3,7 @@
     python bench/bench_prompt_cache.py                         # a redis-server of its own, or a folder without one
     python bench/bench_prompt_cache.py --store redis://host    # or s3://..., or a folder
 
-Each process is a fresh one with its own model. The second part keeps 1,000 prompts behind 20 system prompts in a folder.
+Each process is a fresh one with its own model. The second part keeps 1,000 prompts, which begin with 20 system prompts, in a folder.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def two_processes(store, dtype, num_tokens, rounds):
 
 
 def sharing(num_prompts, num_systems, dtype, chunk_tokens):
-    """Bytes of prompts behind shared system prompts, over those of the same prompts each for itself."""
+    """Bytes of prompts that share system prompts, over the bytes of the same prompts stored one by one."""
     rng, shape = np.random.default_rng(0), (4, 3, 64)
     systems = [rng.integers(0, 49152, 1000) for _ in range(num_systems)]
     with tempfile.TemporaryDirectory() as folder, kvfast.PromptCache(folder, chunk_tokens=chunk_tokens) as prompts:
@@ -103,7 +103,7 @@ def sharing(num_prompts, num_systems, dtype, chunk_tokens):
         total = prompts.nbytes
         chunks = sum(entry.nbytes for entry in prompts.store.entries() if entry.key.startswith("c"))
     print(
-        f"{num_prompts:,} prompts of 1,150 tokens behind {num_systems} system prompts of 1,000, chunks of {chunk_tokens}: {total / 1e6:,.1f} MB, "
+        f"{num_prompts:,} prompts of 1,150 tokens with {num_systems} system prompts of 1,000, chunks of {chunk_tokens}: {total / 1e6:,.1f} MB, "
         f"{total / (shared * num_prompts):.2f} of what they take without sharing; {chunks / 1e6:,.1f} MB in chunks, the rest in ends"
     )
 

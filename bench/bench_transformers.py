@@ -1,9 +1,9 @@
-"""SmolLM2-135M in Hugging Face transformers: KVFastCache beside transformers' own caches.
+"""SmolLM2-135M in Hugging Face transformers: KVFastCache compared with transformers' own caches.
 
     pip install -e ".[llama,transformers]" optimum-quanto hqq
     python bench/bench_transformers.py
 
-First the tokens: greedy texts of each cache beside those of DynamicCache. Then the time of a token of `generate` at a long
+First the tokens: greedy texts of each cache, compared with those of DynamicCache. Then the time of a token of `generate` at a long
 context, in interleaved rounds, with the bytes that each cache keeps, and what the model takes without a context. Caches whose
 packages are missing are left out.
 """
@@ -84,7 +84,7 @@ def agreement(model, tokenizer, given, progress):
             (tokens,) = generate(model, "kvfast", ids, new_cache(f"kvfast {name}", model.config), given.new_tokens)
             same[name].append(len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, expected)))))
             progress.advance(task)
-    table = Table(title=f"greedy texts of {given.new_tokens} tokens for {len(prompts)} prompts, beside {STOCK} in float32")
+    table = Table(title=f"greedy texts of {given.new_tokens} tokens for {len(prompts)} prompts, compared with {STOCK} in float32")
     for title in ("KVFastCache", "the same text", "same tokens from the start"):
         table.add_column(title, justify="left" if title == "KVFastCache" else "right")
     for name, counts in same.items():

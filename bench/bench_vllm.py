@@ -1,4 +1,4 @@
-"""vLLM with kvfast as its KV cache, beside vLLM's own backend: speed and capacity.
+"""vLLM with kvfast as its KV cache, compared with vLLM's own backend: speed and capacity.
 
     pip install -e ".[vllm,llama]"
     python bench/bench_vllm.py                          # SmolLM2-135M
@@ -7,7 +7,7 @@
     python bench/bench_vllm.py --context 2000 --rounds 3 --requests 16    # shorter
 
 Each contender is an engine in a process of its own. Rounds are interleaved: one engine works at a time, each in its turn, and ratios
-are medians over rounds, of the time of vLLM's own bfloat16 cache in the same round. Where other programs use the machine, the fastest
+are medians over rounds, with the time of vLLM's own bfloat16 cache in the same round as 1. Where other programs use the machine, the fastest
 rounds say more.
 
 - step: one token of each of several sequences at a long context. The cache is filled with random keys and values.

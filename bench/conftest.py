@@ -46,7 +46,7 @@ def prepared(case):
 def run_case(benchmark, threads):
     """Measure a `Case` of kvfast.cli.bench, and the machine before each round.
 
-    Absolute times mean nothing across machines: what is recorded beside them is `bandwidth_fraction` and
+    Absolute times mean nothing across machines: so records also have `bandwidth_fraction` and
     `compute_fraction`, the medians over the rounds of what the call did of what the machine did just before.
     """
 

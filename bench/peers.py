@@ -1,12 +1,12 @@
-"""kvfast beside the attention that others offer on CPUs: same tensors, interleaved rounds, a process for each.
+"""kvfast compared with the attention that others offer on CPUs: same tensors, interleaved rounds, a process for each.
 
     CMAKE_ARGS="-DGGML_NATIVE=ON" pip install -e ".[peers]"
     python bench/peers.py --json bench/peers.json       # more than an hour; in parts: --works, --shapes, --only, --add
     python bench/peers.py --table bench/peers.json      # the Markdown again
 
 llama-cpp-python is compiled when it is installed (a C++ compiler and a quarter of an hour; with --no-binary
-llama-cpp-python where a wheel would be found), and the table names the instruction sets that it was built for. Of
-PyTorch the build for CPUs is enough. ik_llama.cpp is on no registry: the environment variable KVFAST_IK_LLAMA names the
+llama-cpp-python where a wheel would be found), and the table names the instruction sets that it was built for. The build
+of PyTorch for CPUs is enough. ik_llama.cpp is on no registry: the environment variable KVFAST_IK_LLAMA names the
 folder with the libggml of one that was built with shared libraries (ggml/src of its build folder). A peer that is not
 there is reported and left out.
 

@@ -69,7 +69,7 @@ def _error(cache, q, scale=1.0):
 
 
 def hard_errors(form):
-    """A row of JSON for one format: the largest errors with a loud channel of the keys, beside one large weight, and beside one
+    """A row of JSON for one format: the largest errors with a loud channel of the keys, with one large weight, and with one
     loud element of the values."""
     rng = np.random.default_rng(2)
     row = {"format": form, "bound": CONTRACT.get(form, 1e-3), "loud": {}, "peaked": 0.0, "lone": 0.0}
@@ -113,7 +113,7 @@ def hard_errors(form):
 
 
 def cancelling_error(form, n, trials, v_dim):
-    """The largest error, beside the contract's terms, of `n` queries of 4 heads on random caches of 16 elements, with values of `v_dim`
+    """The largest error, divided by the contract's terms, of `n` queries of 4 heads on random caches of 16 elements, with values of `v_dim`
     elements, one of which is loud: these are nearly multiples of one vector."""
     rng, worst, dim = np.random.default_rng(5), 0.0, 16
     for _ in range(trials):

@@ -20,7 +20,7 @@ GUIDES = {"german": ("de", "\n1.1. Was ist Debian?"), "chinese": ("zh_CN", "\n1.
 
 
 def novels(data):
-    """The texts in the data of an R package: zlib streams, each behind its length, of strings with a tag and a length."""
+    """The texts in the data of an R package: its length and a zlib stream for each, of strings with a tag and a length."""
     while data:
         stream = zlib.decompressobj()
         raw, lines, at = stream.decompress(data[4:]), [], 0

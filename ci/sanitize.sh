@@ -29,7 +29,7 @@ chmod +x "$work/cc"
 CC="$work/cc $(python -c 'import sysconfig; print(*sysconfig.get_config_var("CC").split()[1:])')" ci/build_copy.sh "$work"
 cd "$work"
 export PYTHONPATH=$work
-# Python's own allocator hands out memory that the sanitizer does not see. What Python itself never frees is no leak of
+# Python's own allocator hands out memory that the sanitizer does not see. What Python itself never frees is not a leak of
 # ours, and requests for more memory than there is are tested. C++ libraries throw only if the sanitizer finds libstdc++.
 export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
 export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so.6)"

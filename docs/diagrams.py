@@ -1,8 +1,9 @@
-"""The drawings of `docs/architecture.md`: the floors, read from the sources, and the life of a token. See `pictures.py`."""
+"""The drawings of `docs/architecture.md`: the floors, read from the sources, the nouns of storage and the life of a token; and which
+tokens a query sees. See `pictures.py`."""
 
 import textwrap
 
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 from rooms import FLOORS, arrows
 
 # What stands in each package, in a few words.
@@ -54,11 +55,11 @@ def rooms(figure, data):
             below = [other for other in data["arrows"].get(room, ["errors"] if room == "simd" else []) if other != "errors"]
             _box(axes, place * width + 0.06, level + 0.07, width - 0.12, 0.86)
             middle = place * width + width / 2
-            axes.text(middle, level + 0.74, _name(room), ha="center", va="center", size=10.5, weight="bold", color=INK)
-            axes.text(middle, level + 0.51, data["words"][room], ha="center", va="center", size=7.5, color=INK)
+            axes.text(middle, level + 0.77, _name(room), ha="center", va="center", size=10.5, weight="bold", color=INK)
+            axes.text(middle, level + 0.54, data["words"][room], ha="center", va="center", size=7.5, color=INK)
             if below:
                 text = textwrap.fill("imports " + ", ".join(map(_name, below)), round(12 * width))
-                axes.text(middle, level + 0.25, text, ha="center", va="center", size=6.5, color=INK, linespacing=1)
+                axes.text(middle, level + 0.26, text, ha="center", va="center", size=6.5, color=INK, linespacing=1)
 
 
 def _name(room):
@@ -97,6 +98,61 @@ def life(figure, data):
     _arrow(axes, (5.62, 0.5), (6.18, 0.5))
     axes.text(5.6, 1.8, "truncate", ha="right", va="center", size=7.5, color=INK)
     axes.text(6.95, 1.62, "full again", ha="left", va="center", size=7.5, color=INK)
+
+
+NOUNS = {
+    "sequence": (0, "the tokens of one text;\nforks and snapshots\nare sequences, too", "has"),
+    "block table": (1, "from position to block:\none for layers of\nthe same shape", "lists"),
+    "block": (2, "codes and scales of\n64 tokens, every layer\nand KV head", "lies in"),
+    "pool": (3, "memory and owners of\nblocks, free blocks,\nknown prefixes", ""),
+}
+BESIDES = {"batch": (0, "sequences that one call\nwrites and reads"), "float rows": (2, "tokens as float16 whose\nblock is still open")}
+
+
+def nouns_data():
+    return {"nouns": NOUNS, "besides": BESIDES}
+
+
+def nouns(figure, data):
+    """What owns the tokens of a text, from left to right."""
+    axes = _empty(figure, 12.2, 3.6)
+    for name, (place, text, verb) in data["nouns"].items():
+        _state(axes, place * 3.1, 2.1, name, text)
+        if verb:
+            _arrow(axes, (place * 3.1 + 2.52, 2.8), (place * 3.1 + 3.08, 2.8))
+            axes.text(place * 3.1 + 2.8, 2.9, verb, ha="center", va="bottom", size=7.5, color=INK)
+    for name, (place, text) in data["besides"].items():
+        _state(axes, place * 3.1, 0, name, text)
+        _arrow(axes, (place * 3.1 + 1.25, 1.42), (place * 3.1 + 1.25, 2.08))
+
+
+QUERY = 59  # the position of the query, of 64 tokens
+SEEN = (  # what attend is given, the visible tokens, the tokens that a ring keeps besides
+    ("causal", lambda t: t <= QUERY, None),
+    ("sliding_window=16", lambda t: QUERY - 16 < t <= QUERY, None),
+    ("sliding_window=16, num_sink_tokens=4", lambda t: t < 4 or QUERY - 16 < t <= QUERY, None),
+    ("the same in a ring, rollback=8", lambda t: t < 4 or QUERY - 16 < t <= QUERY, lambda t: QUERY - 24 < t),
+    ("attention_chunk_size=24", lambda t: 48 <= t <= QUERY, None),
+    ("causal=False", lambda t: True, None),
+)
+
+
+def sees_data():
+    return {name: "".join("#" if seen(t) else "-" if kept is None or kept(t) else " " for t in range(64)) for name, seen, kept in SEEN}
+
+
+def sees(figure, data):
+    """A row of 64 tokens for each way: filled if the query sees it, empty if it is kept, nothing if it is gone."""
+    axes = _empty(figure, 88, len(data) + 1.2)
+    for row, (name, marks) in enumerate(data.items()):
+        y = len(data) - 1 - row
+        axes.text(22.5, y + 0.4, name, ha="right", va="center", size=8, color=INK)
+        for token, mark in enumerate(marks):
+            if mark != " ":
+                face = EDGE if mark == "#" else "none"
+                axes.add_patch(Rectangle((24 + token, y + 0.1), 0.8, 0.6, facecolor=face, edgecolor=EDGE, linewidth=0.5))
+    axes.text(24 + QUERY + 0.4, len(data) + 0.1, "query", ha="center", va="bottom", size=8, color=INK)
+    axes.text(24, len(data) + 0.1, "first token", ha="left", va="bottom", size=8, color=INK)
 
 
 def _empty(figure, width, height):

@@ -57,7 +57,7 @@ def tokens(n):
 
 
 def bytes_per_token(model, dtype):
-    """Of all layers of a model."""
+    """Bytes of a token in all layers of a model."""
     cache = kvfast.KVCache(model.num_layers, model.num_kv_heads, model.head_dim, dtype=dtype)
     return round(cache.bytes_per_token)
 
@@ -294,13 +294,15 @@ def peers():
     return _table(["times as fast, 1 and 2 threads", *(f"{machine} `{storage}`" for machine, storage in columns)], rows)
 
 
-def architectures():
-    """What came of each architecture of transformers, those of one outcome together."""
+def architectures(reasons=False):
+    """What came of each architecture of transformers, those of one outcome together; with `reasons`, apart by reason."""
     kept = json.loads((ROOT / "tests" / "support" / "architectures.json").read_text(encoding="utf-8"))
     outcomes = {}
     for name, found in kept["architectures"].items():
         text = found.get("kvfast", found.get("not tried"))
         outcome = next((outcome for start, outcome in _OUTCOMES.items() if text.startswith(start)), None) or f"refused: {_reason(text)}"
+        if not reasons and outcome.startswith(("refused", "not tried")):
+            outcome = outcome.partition(":")[0] + (", with an error that names the reason" if outcome.startswith("refused") else "")
         if text.startswith("refused") and found["eager"].startswith("same"):
             outcome += ' (with "sdpa" or "eager" and the same cache: the same tokens)'
         outcomes.setdefault(outcome, []).append(name)
@@ -328,27 +330,29 @@ def _reason(text):
 
 TABLES = {
     function.__name__: function
-    for function in (
-        memory,
-        dtypes,
-        kernels,
-        accuracy,
-        texts,
-        bits,
-        retrieval,
-        compression,
-        documents,
-        shift,
-        speed,
-        precision,
-        hard,
-        peers,
-        architectures,
-    )
+    for function in (memory, dtypes, kernels, accuracy, texts, retrieval, compression, speed, precision, peers, architectures)
 }
-TABLES |= {f"speed_{machine}": partial(speed, f"decode_{machine}") for machine in ("avx512", "zen4", "zen5")}
-# Long tables, which are no pages of the site.
+TABLES["speed_zen5"] = partial(speed, "decode_zen5")
+
+
+def table_file(name, *tables):
+    """Tables as a page of its own."""
+    return f"# All figures of {name}\n\nWritten by docs/tables.py.\n\n" + "\n\n".join(table() for table in tables) + "\n"
+
+
+# Long tables, which are not pages of the site.
 FILES = {BENCH / f"{name}.md": partial(peers_file, name) for name in _PEERS.values()}
+FILES |= {
+    BENCH / f"{name}.md": partial(table_file, name, *tables)
+    for name, tables in {
+        "decode_avx512": [partial(speed, "decode_avx512")],
+        "decode_zen4": [partial(speed, "decode_zen4")],
+        "splicing": [documents, shift],
+        "precision": [hard],
+        "bits": [bits],
+        "architectures": [partial(architectures, reasons=True)],
+    }.items()
+}
 
 
 def main():

@@ -157,7 +157,7 @@ cdef class Handle:
             return False
         for i in range(n):
             slots[i] = table.map.slot(first + i)
-        # If a value cannot be stored, the rows written so far lie behind the last token, where they are never read.
+        # If a value cannot be stored, the rows written so far follow the last token, where they are never read.
         gather_unwatched(&team, 0, work_of(k))
         if encode_rows(store, k, v, NULL, slots, True, &team) != WRITTEN:
             return False

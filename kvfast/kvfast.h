@@ -98,7 +98,7 @@ typedef struct {
 
     ptrdiff_t (*length)(kvfast_cache *cache); /* number of complete tokens, or a code below 0 */
     ptrdiff_t (*layer_length)(kvfast_cache *cache, int layer); /* tokens of a layer, or a code below 0 */
-    /* Error text of the last call for this cache that failed; "" if none has. Of NULL that the cache is NULL. */
+    /* Error text of the last call for this cache that failed; "" if none has. For NULL: that the cache is NULL. */
     const char *(*error)(kvfast_cache *cache);
 
     /* The kernels in use, a kv_kernels of "simd/kernels.h". That header may change with each version of kvfast: compile

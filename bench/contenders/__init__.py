@@ -87,8 +87,8 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender of a cell does. In a batch there is a query for each sequence, of so many tokens each: all have the same
-    keys and values, in memory of their own."""
+    """What every contender of a cell does. In a batch there is a query for each sequence; all sequences have the same length,
+    and the same keys and values in memory of their own."""
 
     kind: str
     num_q_heads: int
@@ -118,7 +118,7 @@ class Work:
         return np.arange(self.context) <= self.context - self.new_tokens + np.arange(self.new_tokens)[:, None]
 
     def layers(self, nbytes):
-        """How many layers of so many bytes make `total` when decoding; a prompt's work does not hang on memory."""
+        """How many layers of `nbytes` make `total` when decoding; a prompt's work does not hang on memory."""
         return 1 if self.kind == PREFILL else max(1, -(-self.total // nbytes))
 
     def error(self, *outputs):

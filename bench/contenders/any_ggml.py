@@ -73,7 +73,7 @@ class Library:
         return np.ctypeslib.as_array(data, (self.nbytes(tensor),)).view(dtype).reshape(shape)
 
     def size(self, storage, *shape):
-        """Bytes of a tensor, with what ggml keeps beside it."""
+        """Bytes of a tensor, with what ggml keeps for it."""
         return self.row_size(_TYPES[storage], shape[-1]) * math.prod(shape[:-1]) + 1024
 
     def run(self, graph, num_threads):

@@ -16,7 +16,7 @@ except ImportError as error:
     raise Missing("this version has no PagedAttention in Python") from error
 
 BLOCK = 32  # tokens; the CPU plugin has no other size
-# The inputs that nothing here uses, in the operation's order behind max_context_len, and those in between.
+# The inputs that this script does not use, in the operation's order after max_context_len, and the inputs between them.
 _BEHIND = [
     (0, "i32", ()),
     ([], "i32", (0,)),

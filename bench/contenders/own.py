@@ -1,4 +1,4 @@
-"""kvfast itself, and the machine's read bandwidth beside it."""
+"""kvfast itself, and the machine's read bandwidth."""
 
 import numpy as np
 

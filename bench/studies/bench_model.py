@@ -1,4 +1,4 @@
-"""Attention on the keys, values and queries of a model beside Gaussian ones, which need no refinement.
+"""Attention on the keys, values and queries of a model, and on Gaussian ones, which need no refinement.
 
     python bench/studies/bench_model.py TEXT [--tokens 4096] [--formats int8,float16]
 

@@ -1,9 +1,9 @@
-"""Tokens per second of `python -m kvfast generate` beside processes that compute all the time, and its fair share of them.
+"""Tokens per second of `python -m kvfast generate` while other processes compute all the time, and its fair share.
 
     python bench/studies/bench_neighbours.py
     python bench/studies/bench_neighbours.py --neighbours 6 --max-tokens 24
 
-The scheduler gives each thread the same time. So the fair share of a process with one thread per processor beside n busy
+The scheduler gives each thread the same time. So the fair share of a process with one thread per processor and n busy
 processes is its speed alone times processors / (processors + n).
 
 Belongs to the commit 946e487, "generate beside busy processes: fewer threads of the BLAS, 4.9 tokens a second instead of 1.4".
@@ -44,15 +44,15 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    alone, beside = [], []
+    alone, together = [], []
     for _ in range(options.rounds):
         alone.append(tokens_per_second(options.max_tokens))
         with neighbours(options.neighbours):
-            beside.append(tokens_per_second(options.max_tokens))
+            together.append(tokens_per_second(options.max_tokens))
     fair = median(alone) * processors / (processors + options.neighbours)
     print(
-        f"alone {median(alone):.1f} tokens/s; beside {options.neighbours} busy processes on {processors} processors "
-        f"{median(beside):.1f}, {median(beside) / fair:.2f} of the fair share of {fair:.1f}"
+        f"alone {median(alone):.1f} tokens/s; with {options.neighbours} busy processes on {processors} processors "
+        f"{median(together):.1f}, {median(together) / fair:.2f} of the fair share of {fair:.1f}"
     )
 
 

@@ -1,4 +1,4 @@
-"""How long many queries take behind documents that were spliced, beside the same tokens in one piece.
+"""How long many queries take after documents that were spliced, and after the same tokens in one piece.
 
     python bench/studies/bench_splice.py
     python bench/studies/bench_splice.py --dtype int4 --queries 1 --documents 4 --tokens 1024
@@ -53,7 +53,7 @@ def main():
     rounds = [(seconds(whole, q, out), seconds(spliced, q, out)) for _ in range(options.rounds)]
     one, many = (1e3 * median(times) for times in zip(*rounds))
     print(
-        f"{options.dtype}: {options.queries} queries behind {options.documents} x {options.tokens} tokens take {many:.2f} ms, in one piece "
+        f"{options.dtype}: {options.queries} queries after {options.documents} x {options.tokens} tokens take {many:.2f} ms, in one piece "
         f"{one:.2f} ms: {median(b / a for a, b in rounds):.2f}x"
     )
 

@@ -1,10 +1,10 @@
-"""Attention beside PyTorch, which brings an OpenMP runtime of its own: alone, and between matrix products as in a model.
+"""Attention in a process with PyTorch, which brings an OpenMP runtime of its own: alone, and between matrix products as in a model.
 
     python bench/studies/bench_torch.py                # wants two cores, PyTorch, and nobody else on the machine
     python bench/studies/bench_torch.py --first torch  # imported before kvfast, which then uses the same runtime
 
-Rounds of both kinds alternate; each product is the one of a token with a weight matrix that no cache holds. Of the products
-the time is told as well: alone, and between two calls of `attend`.
+Rounds of both kinds alternate; each product is the one of a token with a weight matrix that no cache holds. The time of
+the products is told as well: alone, and between two calls of `attend`.
 
 Belongs to the commit b7a639c, "A bench of attention beside PyTorch; sizes and leaks tested".
 """

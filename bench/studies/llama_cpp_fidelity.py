@@ -76,7 +76,7 @@ def greedy(session, prompt, count):
 
 
 def first_differences(texts, other):
-    """Of each pair of texts that are not the same, the gap of the first at the token where they part."""
+    """For each pair of different texts, the gap of the first at the token where they part."""
     found = []
     for (tokens, gaps), (others, _) in zip(texts, other):
         at = next((i for i, pair in enumerate(zip(tokens, others)) if pair[0] != pair[1]), None)

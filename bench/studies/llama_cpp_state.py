@@ -48,7 +48,7 @@ def main():
             rows.add_row(
                 kind, *(f"{count}/{most}" for count in counts), f"{size:,.0f}", *(f"{1e6 * one / total:.0f}" for one in seconds)
             )
-    Console().print(rows, "Tokens that are those of the runtime the text began in, each predicted behind its text.")
+    Console().print(rows, "Tokens that are the same as in the runtime where the text began, each predicted after its text.")
 
 
 def moved(runtime, model, kind, prompt, num_tokens):

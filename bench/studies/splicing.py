@@ -2,13 +2,13 @@
 
     python bench/studies/splicing.py --text emma.txt persuasion.txt --json bench/splicing.json
 
-A passage of each text is cut into two documents and the text that follows them. The model predicts that text behind
+A passage of each text is cut into two documents and the text that follows them. The model predicts that text after
 
 - both documents, computed in one piece: the reference;
 - both, computed apart and spliced, with no, 16 and 64 tokens of each computed again;
 - the second document alone, and nothing.
 
-For context shift the model reads a passage, half of it is dropped behind the first tokens, and the text that follows is predicted
+For context shift the model reads a passage, half of it after the first tokens is dropped, and the text that follows is predicted
 from the shifted cache, from the same tokens computed anew, and from the whole passage: the reference.
 
 Belongs to the commit 8c001f6, "The example runtime splices documents, and goes on beyond a full cache; a script measures what that

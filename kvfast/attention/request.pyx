@@ -120,7 +120,7 @@ cdef Request open_request(const kv_store *store, object q, Options options, obje
 
 
 cdef int _refuse(Request self, kv_misfit found, const kv_store *store) except -1:
-    """Raise for what does not fit. Of the NUMBERS, only those that are beyond float32 have passed their conversion."""
+    """Raise for what does not fit. Those of the NUMBERS that are beyond float32 are the only ones that have passed their conversion."""
     cdef const kv_rows *q = &self.c.q
     cdef const kv_rows *out = &self.c.out
     if found == DIM_OF_Q:

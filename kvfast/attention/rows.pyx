@@ -58,7 +58,7 @@ cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, in
 
 
 cdef void begin_rows(kv_task *task, unsigned refined) noexcept nogil:
-    """Reset the state of all rows: they have seen no token yet. Of few rows, `refined` marks those whose weights need more bits."""
+    """Reset the state of all rows: they have seen no token yet. `refined` marks those of few rows whose weights need more bits."""
     cdef kv_softmax *state = &task.scratch.softmax
     cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
     cdef kv_panel *panel
@@ -85,7 +85,7 @@ cdef void begin_rows(kv_task *task, unsigned refined) noexcept nogil:
 
 
 cdef unsigned rows_to_refine(const kv_task *task, const kv_panel *panel) noexcept nogil:
-    """Find the rows of a panel, or of a task without panels, whose rounding of weights counts beside their sums: a bit for each."""
+    """Find the rows of a panel, or of a task without panels, whose rounding of weights is large next to their sums: a bit for each."""
     cdef const kv_kernels *kernels = task.call.kernels
     cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
     if panel != NULL:

@@ -106,8 +106,8 @@ cdef void _read_items(kv_task *task, const kv_item *item, const kv_item *last, P
 
 
 cdef void _refine(kv_task *task, const kv_item *item, const kv_item *last, Py_ssize_t row0, Py_ssize_t split) noexcept nogil:
-    """Read the items again for rows whose rounding of weights counts, and for the few beside them, which stay as they are. Panels are
-    read as few rows are."""
+    """Read the items again for rows whose rounding of weights matters. The few other rows of a task stay as they are. Panels are
+    read like few rows."""
     cdef kv_wide_scratch *wide = task.wide
     cdef kv_panel *panel
     cdef Py_ssize_t padded = values_of(task.call.store).padded_dim

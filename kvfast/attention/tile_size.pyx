@@ -39,7 +39,7 @@ cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexc
 
 
 cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_rows) noexcept nogil:
-    """Tokens of a tile; `few_rows` of the float rows beside codes. It does not depend on the block size, so that every cache gives
+    """Tokens of a tile; `few_rows` of the float rows next to codes. It does not depend on the block size, so that every cache gives
     the same bits."""
     cdef bint wide = KV_X86 and not kernels.has_matrix
     cdef bint unrotated = values_of(store).family != KV_FLOAT_ROWS and not values_of(store).rotated

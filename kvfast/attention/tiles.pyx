@@ -139,7 +139,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
 cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
                         const kv_range *following) noexcept nogil:
     """Read a range with vectors. Tiles end at multiples of their size, so that a row's result does not depend on the other rows of
-    its task. The first one may begin later: at a block, behind tokens that no row sees."""
+    its task. The first one may begin later: at a block, after tokens that no row sees."""
     cdef const kv_kernels *kernels = task.call.kernels
     cdef const kv_store *store = range_.store
     cdef const kv_store *next_store = store

@@ -27,7 +27,7 @@ class BufferLayout:
         Tokens of a block.
     block_nbytes : tuple of int
         Bytes of one block of each layer, scales and padding included: head after head, the keys of a head before its values.
-        Of latent rows, the latents before the rotary parts.
+        In latent rows, the latents come before the rotary parts.
     alignment : int
         What the address of each block must be a multiple of, in bytes.
     """
@@ -80,7 +80,7 @@ def buffer_layout(
     >>> layout = buffer_layout(2, num_kv_heads=2, head_dim=64, num_blocks=16, dtype="int8")
     >>> layout.block_nbytes, layout.nbytes, layout.alignment
     ((17408, 17408), 557056, 64)
-    >>> memory = np.empty((2, 16, 17408 + 64), np.uint8)          # each block with 64 bytes behind it
+    >>> memory = np.empty((2, 16, 17408 + 64), np.uint8)          # 64 bytes follow each block
     >>> start = -memory.ctypes.data % layout.alignment            # NumPy aligns less
     >>> pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=16, dtype="int8", buffer=memory[:, :, start : start + 17408])
     """

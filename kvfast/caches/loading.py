@@ -38,7 +38,7 @@ def load(
         changes stay in this process. The checksums of full blocks are then not verified. The file must not be
         shortened while the cache exists; `save` may replace it.
     max_seq_len : int, optional
-        Reserve room for this many tokens, instead of the saved `max_seq_len`. A cache of a snapshot has none by default.
+        Reserve room for this many tokens, instead of the saved `max_seq_len`. By default the cache of a snapshot grows.
     calibration : Calibration, or one of its layers, optional
         For a file whose format has one: a file holds the digests of its matrices alone. Without need it is ignored.
 
@@ -62,7 +62,7 @@ def load(
     """
     if isinstance(source, Snapshot):
         if mmap:
-            raise ValueError("mmap must be False for a Snapshot, which is no file")
+            raise ValueError("mmap must be False for a Snapshot: it maps files")
         if calibration is not None:
             raise ValueError("calibration must be None for a Snapshot, which has its own")
         settings, buffer = source._settings, source._copied(max_seq_len)

@@ -38,7 +38,7 @@ class PagedKVCache(PagedStorage):
     secure : bool
         As in `KVCache`: a block is overwritten before another sequence or the system gets it.
     sliding_window : int, optional
-        Tokens that a query sees, itself included; blocks behind the window go back to the pool. None for all tokens.
+        Tokens that a query sees, itself included; blocks before the window go back to the pool. None for all tokens.
     num_sink_tokens : int
         Number of first tokens that a sequence always keeps and sees, at most `sliding_window`.
     rollback : int

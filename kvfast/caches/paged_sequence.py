@@ -41,7 +41,7 @@ class PagedSequence(StoredSequence):
         # None after tokens came without ids: later blocks cannot be indexed by their tokens.
         self._token_ids = np.asarray(token_ids[:found], np.int64).tolist()
         self._digests = list(digests[: found // pool.block_size])
-        # That of its tokens may be another if it has none of its own: they may come from a tenant's snapshot or store.
+        # Without a salt of its own, that of its tokens may be another: they may come from a tenant's snapshot or store.
         self._salt = self._own_salt = salt
         self.num_cached_tokens = found  # tokens that match_prefix found
 

@@ -100,7 +100,7 @@ class PagedStorage(StorageProperties):
         A format that seals blocks (`int4`, `k4v3`, `int3`, ``-recent``) reads the newest tokens of a text as floats, and a found block
         as codes. So the same request answered a second time, by found blocks, may differ in a few bits. `as_computed` avoids that for
         the price of one block of tokens more to compute, and of as many as the format reads as floats (for `int4` 64 and 16 tokens at
-        most), and only where the prompt ends that soon behind the found blocks. The queries of the prompt itself still read found
+        most), and only where the prompt ends that soon after the found blocks. The queries of the prompt itself still read found
         tokens as codes, where a prompt that is computed in one call reads floats: to have these bits, too, use a format that does not
         seal blocks (`int8`, `k8v4`), or do not search.
         """
@@ -121,7 +121,7 @@ class PagedStorage(StorageProperties):
         return found
 
     def use_prompt_cache(self, prompts: Any, model: str = "", *, save: bool = True, tokens_per_second: float | None = None) -> None:
-        """Let `match_prefix` go on to a `PromptCache` behind the blocks that the pool has.
+        """Let `match_prefix` go on to a `PromptCache` after the blocks that the pool has.
 
         Parameters
         ----------
@@ -151,8 +151,8 @@ class PagedStorage(StorageProperties):
         Returns
         -------
         ndarray of shape (num_sequences, max_blocks), int32
-            Column i has the blocks of the ``block_size`` positions from ``i * block_size``: -1 behind the last block, and
-            for blocks behind a window.
+            Column i has the blocks of the ``block_size`` positions from ``i * block_size``: -1 after the last block, and
+            for blocks before a window.
         """
         for sequence in self._own(sequences):
             sequence._buffer.check_plain()
@@ -211,7 +211,7 @@ class PagedStorage(StorageProperties):
             its whole window have to be present.
         slot_mapping : integers of shape (num_slots,), optional
             As in `append_batch`, which takes the result in the place of `slot_mapping`. A format with float rows needs it: the
-            slots of all queries, in order, and -1 behind them.
+            slots of all queries, in order, and -1 after them.
         max_num_seqs : int, optional
             With float rows: the most sequences that the scheduler goes on with, in this step or a later one. None for as many as
             the blocks have room for.

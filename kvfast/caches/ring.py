@@ -27,7 +27,7 @@ class RingKVCache(SequenceCache):
     """Key/value cache of a sliding window: constant memory for endless generation.
 
     Keeps the last `sliding_window` tokens, the first `num_sink_tokens` permanently (attention sinks, StreamingLLM, arXiv
-    2309.17453), and `rollback` tokens behind the window, so that `truncate` can go back exactly. Positions stay
+    2309.17453), and `rollback` tokens before the window, so that `truncate` can go back exactly. Positions stay
     absolute: ``len(cache)`` counts all tokens that were ever complete, minus those that `truncate` removed.
 
     Parameters
@@ -138,7 +138,7 @@ class RingKVCache(SequenceCache):
         Returns
         -------
         ndarray of shape (num_tokens,), int64
-            The sinks, then the window. Tokens that `rollback` keeps behind the window are not included.
+            The sinks, then the window. Tokens that `rollback` keeps before the window are not included.
         """
         return self._buffer.positions(layer)
 

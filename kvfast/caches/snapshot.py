@@ -188,7 +188,7 @@ class Snapshot(StorageProperties):
             - ``"header"``: JSON.
             - ``"layers.0.k.0"``, ``"layers.0.v.0"`` ...: the full blocks of a layer and head, of shape (num_blocks, bytes
               of a block).
-            - ``"layers.0.k.tail"`` ...: the blocks behind the full ones, block after block and head after head. Only present
+            - ``"layers.0.k.tail"`` ...: the blocks after the full ones, block after block and head after head. Only present
               if there are any.
             - ``"layers.0.k.floats"`` ...: float rows in pieces of 16 tokens, of shape (num_pieces * num_kv_heads, bytes of
               a piece), piece after piece and head after head. Only present if there are any.
@@ -304,7 +304,7 @@ class Snapshot(StorageProperties):
         if self.block_size > other.block_size:
             return other == self
         buffer = other._buffer
-        if self.block_size != other.block_size:  # a ring with smaller blocks may hold fewer tokens behind the window
+        if self.block_size != other.block_size:  # a ring with smaller blocks may hold fewer tokens before the window
             buffer = other._copied(None, self.block_size)
         if self._buffer.resume_states() != buffer.resume_states():
             return False

@@ -21,7 +21,7 @@ class Splicing:
     __slots__ = ()
 
     def splice(self, *chunks: Any, rope: Rope | None | Sequence[Rope | None], recomputed: int = 0) -> None:
-        """Put chunks that were computed apart one behind another, behind the tokens of this cache.
+        """Append chunks that were computed apart, one after another, to the tokens of this cache.
 
         Each chunk was computed from position 0, by itself. Its keys stay as they are stored, and `attend` rotates the
         queries back by the distance that the chunk was moved: rotary scores depend on distances alone. Tokens of a chunk
@@ -37,8 +37,8 @@ class Splicing:
             The rotation of keys and queries that the model does; None for layers without one (ALiBi, NoPE). The same in every
             call for a cache.
         recomputed : int
-            The last tokens of this cache are so many of the first tokens of the only chunk, computed again in their place. They
-            replace those of the chunk, and the rest of it follows.
+            Number of first tokens of the only chunk that were computed again, in their new place, as the last tokens of this
+            cache. They replace the chunk's own, and the rest of the chunk follows.
 
         Raises
         ------
@@ -88,9 +88,9 @@ class Splicing:
             splice(self._buffer, buffers, ropes, recomputed, self._forget_ids)
 
     def drop(self, first: int, last: int, *, rope: Rope | None | Sequence[Rope | None]) -> None:
-        """Take the tokens from position `first` to `last` out; those behind move up (context shift).
+        """Take the tokens from position `first` to `last` out; later tokens move up (context shift).
 
-        The keys behind stay as they are stored, and `attend` rotates the queries instead: it works for every format, any number of
+        Later keys stay as they are stored, and `attend` rotates the queries instead: it works for every format, any number of
         times. Blocks without tokens are given back, so that a conversation without end fits a cache of a fixed size.
 
         Parameters

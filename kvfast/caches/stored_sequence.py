@@ -39,7 +39,7 @@ def salt_of(cache):
 
 
 def know_tokens(cache, token_ids, salt):
-    """Let the pool of a sequence find its blocks by their token ids, under its salt, or if it has none, under `salt`; nothing for a
+    """Let the pool of a sequence find its blocks by their token ids, under its salt, or without one, under `salt`. Does nothing for a
     cache without a pool."""
     cache._know_tokens(token_ids, salt)
 

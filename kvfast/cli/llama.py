@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import kvfast
 from kvfast import evaluation, llama
+from kvfast.cli.reading import attention_text, end_of, opening_text, read_ahead
 from kvfast.core.text import size_text
 from kvfast.evaluation.compressed_prompts import evaluate_compressed, parse_methods
 from kvfast.evaluation.llama_cpp_caches import LlamaCpp, parse_cache_types
@@ -26,7 +27,7 @@ from kvfast.llama.prompts import chat_prompts
 
 
 def run_generate(args):
-    """Continue `args.prompt`, printing the text as it comes, then speed and size.
+    """Continue a text, printing it as it comes, then speed and size. The text is `args.prompt`, the file `args.text`, or `opening_text`.
 
     Parameters
     ----------
@@ -39,15 +40,21 @@ def run_generate(args):
     if args.session and args.prompt_cache:
         raise ValueError("--session has all of its text in a file: leave out --prompt-cache")
     seed = np.random.SeedSequence().entropy if args.seed is None else args.seed  # known, to draw the same again
-    sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
+    text = _text_to_continue(args)
+    sampling = _sampling(args, text, seed)
+    sampler = llama.Sampler(*sampling)
     storage = _storage(args.dtype or "int4", args)
     _set_threads(args.threads)
     model, tokenizer = llama.load(args.model)
     prompts = _open_prompts(args)
-    session, cache, history, prompt = _open_text(args, model, tokenizer, storage)
+    session, cache, history, prompt = _open_text(args, text, model, tokenizer, storage)
+    num_known = len(history)
     if prompts:
         found = prompts.restore(cache, prompt, model.fingerprint)
         history, prompt = prompt[:found], prompt[found:]
+    clock, num_new = _Clock(), len(prompt)
+    read = read_ahead(model, prompt, cache)
+    history, prompt = [*history, *prompt[:read]], prompt[read:]
     start = cache.snapshot()
     options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids, "history": history, "keep": args.keep}
     drafter, stats = _drafter(args, model), llama.SpeculationStats()
@@ -56,11 +63,10 @@ def run_generate(args):
         tokens = _saving(prompts, cache, [*history, *prompt], model.fingerprint, tokens)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows "?"
-    clock = _Clock()
-    print(args.prompt, end="", flush=True)
+    print(end_of(text), end="", flush=True)
     try:
-        for text in tokenizer.stream(clock.watch(tokens)):
-            print(text, end="", flush=True)
+        for piece in tokenizer.stream(clock.watch(tokens)):
+            print(piece, end="", flush=True)
         clock.stop()
     finally:  # an interrupted text can be gone on with as well
         tokens.close()
@@ -69,24 +75,43 @@ def run_generate(args):
 
     taken = memory_text(cache)  # before it is used again
     print("\n")
-    if session and history:
-        print(f"session  {len(history):,} tokens of {args.session}")
+    if session and num_known:
+        print(f"session  {num_known:,} tokens of {args.session}")
     _report_prompts(prompts)
-    print("prefill ", _speed(len(prompt), clock.prefill))
+    print("prefill ", _speed(num_new, clock.prefill))
     print("decode  ", _speed(len(clock.tokens) - 1, clock.decode))
     if drafter:
         accepted = f"{stats.num_accepted} accepted ({stats.acceptance_rate:.0%})"
         print(f"drafted  {stats.num_drafted} tokens, {accepted}, {stats.tokens_per_step:.2f} tokens per step")
     if args.compare:
         cache.restore(start)
-        sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
+        sampler = llama.Sampler(*sampling)
         _compare(clock, llama.generate(model, prompt, cache, sampler=sampler, **options))
     print("cache   ", taken)
+    if clock.tokens and args.keep is None and (attention := attention_text(model, cache, clock.tokens[-1])):
+        print("attention", attention)
 
 
-def _open_text(args, model, tokenizer, storage):
+def _text_to_continue(args):
+    if args.prompt is not None and args.text:
+        raise ValueError("give a text or --text, not both")
+    if args.prompt is not None or args.session and not args.text:
+        return args.prompt or ""
+    return Path(args.text).read_text("utf-8") if args.text else opening_text()
+
+
+def _sampling(args, text, seed):
+    """What a Sampler takes. The novel of `opening_text` is drawn, as the likeliest tokens of a small model repeat themselves."""
+    if args.temperature is None and text == opening_text():
+        return 1.0, args.top_k, min(args.top_p, 0.9), 1 if args.seed is None else seed
+    return args.temperature or 0.0, args.top_k, args.top_p, seed
+
+
+def _open_text(args, text, model, tokenizer, storage):
     """(session or None, cache, tokens that it holds, tokens that the model is to see next)."""
-    prompt, session, history = tokenizer.encode(args.prompt), None, []
+    prompt, session, history = tokenizer.encode(text), None, []
+    if args.prompt is None:  # the end of a text that is too long
+        prompt = prompt[-max(1, (args.max_seq_len or model.config.context_length) - args.max_tokens) :]
     if args.session:
         session = llama.Session(model, args.session)
         history = session.token_ids
@@ -309,7 +334,7 @@ def _run_compress(args):
             for tokens, prompt in zip(texts, prompts)
         ]
     means = [evaluation.mean_score(scores) for scores in zip(*per_text)]
-    title = f"{means[0].num_predictions:,} predictions behind prompts of {', '.join(f'{prompt:,}' for prompt in prompts)} tokens"
+    title = f"{means[0].num_predictions:,} predictions after prompts of {', '.join(f'{prompt:,}' for prompt in prompts)} tokens"
     if args.plot:
         plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
     if args.json:
@@ -374,8 +399,8 @@ def run_serve_sim(args):
     for request in requests[: args.show]:
         print(f"> {tokenizer.decode(request.output).strip()}\n")
     print(f"served   {len(requests)} requests, {written} tokens in {seconds:.2f} s: {written / seconds:.1f} tokens/s")
-    behind = f" and {prompt_cache.store.url}" if prompt_cache else ""
-    print(f"prefix   {found:,} of {given:,} prompt tokens found in the pool{behind} ({found / given:.0%})")
+    stored = f" and {prompt_cache.store.url}" if prompt_cache else ""
+    print(f"prefix   {found:,} of {given:,} prompt tokens found in the pool{stored} ({found / given:.0%})")
     _report_prompts(prompt_cache)
     print(f"pool     {pool.dtype}, {most_used:.0%} of {pool.num_blocks} blocks of {pool.block_size} tokens at most, ", end="")
     print(f"{server.num_preemptions} preemptions")

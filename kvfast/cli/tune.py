@@ -16,8 +16,8 @@ CONTEXT = 16384
 ROUNDS = 7
 CHOICES = {"prefetch_level": tuning.LEVELS, "int8_order": tuning.ORDERS}
 
-LEAST_GAIN = 0.02  # of the time, over all formats, for another choice
-MOST_LOSS = 0.03  # of the time of one format
+LEAST_GAIN = 0.02  # share of the time, over all formats, that another choice must save
+MOST_LOSS = 0.03  # share of the time that one format may lose
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Trial:
     name, value : str and object
         A member of `Reading` and what it was.
     ratios : dict
-        Of (format, threads) to the time beside that of the table's choice, the median of interleaved rounds.
+        From (format, threads) to the time divided by the time with the table's choice, the median of interleaved rounds.
     """
 
     name: str
@@ -60,7 +60,7 @@ def run_tune(args):
     base, source = tuning.from_table()
     threads = args.threads or default_threads()
     print(
-        f"{cpu_name()}, tier {active_isa()}; one token behind {args.context:,}, from memory, {' and '.join(map(str, threads))} threads"
+        f"{cpu_name()}, tier {active_isa()}; one token after {args.context:,}, from memory, {' and '.join(map(str, threads))} threads"
     )
     print(f"compared with {base} (from {source}); ratios of times, below 1 is faster\n")
 
@@ -75,7 +75,7 @@ def run_tune(args):
     best = best_of(base, trials)
     if best != base:
         (both,) = measured([("all", best)])
-        print(f"\n{best}: {both.mean:.3f} of the time")
+        print(f"\n{best}: {1 - both.mean:.1%} less time")
         if not both.is_better:
             best = base
     print(f"\nbest: {best}")
@@ -93,7 +93,7 @@ def best_of(base, trials):
 
 
 def measure(base, trials, formats, threads, context, rounds, least_bytes):
-    """Measure trials beside `base`, in interleaved rounds.
+    """Measure trials and `base` in interleaved rounds.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ cdef extern from *:
     #include <sys/mman.h>
     #include <unistd.h>
     /* Pages of their own, for much and for little memory: `calloc` zeroes memory that was used before at once, and so takes it, and
-       what is freed goes back to the system only where nothing of others lies behind it. Between the two it does go back, and to take
+       what is freed goes back to the system only where no other memory lies after it. Between the two it does go back, and to take
        pages anew for each prompt would cost more than to zero them. A process has 65,530 mappings by default, so not more than half. */
     enum { KV_LITTLE = 1 << 17, KV_MUCH = 1 << 23, KV_MOST_MAPPED = 1 << 15 };
     static long kv_mapped;
@@ -179,7 +179,7 @@ cdef class Arena:
 
 cdef class ArenaView:
     """The memory of an arena, for reading. An array over it cannot be made writable; over a memoryview it could, as NumPy
-    would find the arena behind it."""
+    would find the arena under it."""
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.arena.data, self.arena.nbytes, 1, flags)

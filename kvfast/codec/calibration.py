@@ -169,7 +169,7 @@ class Calibration:
         Raises
         ------
         CorruptFileError
-            If the file is none of a calibration.
+            If the file is not a calibration.
         """
         from zipfile import BadZipFile  # `import kvfast` loads neither
         from zlib import error as zlib_error
@@ -261,8 +261,8 @@ def calibrate(q: Any, k: Any) -> Calibration:
 
     Notes
     -----
-    With the second moments Q of the queries and K of the keys, M makes both M^T K M and M^-1 Q M^-T the same diagonal matrix: what
-    a stored element varies by is what its errors weigh. OSCAR (arXiv 2605.17757) rotates keys by the covariance of queries, too.
+    With the second moments Q of the queries and K of the keys, M makes both M^T K M and M^-1 Q M^-T the same diagonal matrix:
+    the errors of a stored element weigh as much as the element varies. OSCAR (arXiv 2605.17757) rotates keys by the covariance of queries, too.
 
     Examples
     --------

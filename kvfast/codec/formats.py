@@ -42,9 +42,9 @@ class KVFormat:
         Subtract the mean of every channel from the keys of each full block before encoding.
     per_channel : bool
         INT4 or INT3 keys have a scale and an offset per channel and full block, and none per token (KIVI, arXiv 2402.02750).
-        The quarter of the channels whose rounding should count most has a bit more, the quarter where it should count least one
-        less (INT4: two if they vary far more, and far less). That is as they vary in the block, times the size of keys in both
-        channels of a rotary pair. Four adjacent channels have the same.
+        Channels are ordered by their variation in the block, times the size of keys in both channels of a rotary pair. The first
+        quarter has a bit more, and the last quarter a bit less (INT4: two more and two less if they vary far more, and far less).
+        Four adjacent channels have the same number of bits.
     block_size : int or None
         Tokens that are encoded together: 32, 64, 128 or 256, the `block_size` of the cache. Only with `centring`, `per_channel`
         or `num_recent_float_tokens`, where the tokens of a block stay float16 until it is full.
@@ -53,8 +53,8 @@ class KVFormat:
         attention, whatever their content (attention sinks, StreamingLLM, arXiv 2309.17453).
     num_recent_float_tokens : int
         Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a block is read as codes
-        once it is full and so many tokens follow it. So between this number and `block_size` - 1 more are floats. With
-        `centring` or `per_channel` they are 16 at least. A rollback of so many tokens is exact. Sink tokens are read as codes once
+        once it is full and this number of tokens follow it. So there are `block_size` - 1 float tokens more at most. With
+        `centring` or `per_channel` the number is 16 at least. A rollback of this many tokens is exact. Sink tokens are read as codes once
         blocks between them and the window are gone.
     clip_search : bool
         Choose each token's INT4 scale for the least squared error, even if that clips the largest elements. Writing takes
@@ -157,7 +157,7 @@ class KVFormat:
             if self.block_size not in _SEALED_SIZES:
                 raise ValueError(f"block_size must be {one_of(_SEALED_SIZES)} tokens, got {shown(self.block_size)}")
         elif self.block_size is not None:
-            raise ValueError("block_size is for centring, per_channel and num_recent_float_tokens, and this format has none of them")
+            raise ValueError("block_size is for centring, per_channel and num_recent_float_tokens, which this format does not have")
 
     @property
     def k_dtype(self) -> str:
@@ -266,7 +266,7 @@ def formats_of(dtype, k_dtype, v_dtype, num_layers):
 
 
 # Presets of keys and values that need another format for latent rows: a row that is also read as values can have neither
-# channel scales nor float rows beside its codes.
+# channel scales nor float rows next to its codes.
 _LATENT_PRESETS = {PRESETS["int4"]: KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True)}
 
 
@@ -293,7 +293,7 @@ def _of_layer(fmt, layer, num_layers):
 
 
 def floats_of(fmt):
-    """The format of the float rows of a layer, or None if it has none. A side that is stored as floats keeps its dtype."""
+    """The format of the float rows of a layer; None if no token has one. A side that is stored as floats keeps its dtype."""
     if not fmt.seals and not fmt.num_first_float_tokens:
         return None
     return KVFormat("/".join(one if one in FLOATS else "float16" for one in (fmt.k_dtype, fmt.v_dtype)))

@@ -33,8 +33,8 @@ ctypedef struct kv_seal:
 
 cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
                      bint at_start, const int16_t *kept_codes, uint8_t *unfit, const int16_t *written) except -1:
-    """Seal blocks whose tokens all have float rows. With `at_start` the first block is the first of its sequence. Of block b only
-    the first written[b] tokens, at least one, need them, if `written` is not NULL: the codes of the others must not be read.
+    """Seal blocks whose tokens all have float rows. With `at_start` the first block is the first of its sequence. If `written` is
+    not NULL, only the first written[b] tokens of block b, at least one, need them: the codes of the others must not be read.
 
     The first abs(kept_codes[b]) tokens of block b keep their codes, and the block keeps its statistics. unfit[i] is set if
     the other tokens of the i-th block do not fit these statistics; their codes must not be read then.
@@ -92,7 +92,7 @@ cdef void _load(const kv_kernels *kernels, const kv_store *store, int32_t block,
                 bint values, float *rows) noexcept nogil:
     """Load the float rows of a block up to offset `last`, one after the other. The codes of a sequence's first tokens are never
     read. The token after them takes their places, so that their unusual values do not widen the statistics; so does the last for
-    the tokens behind it."""
+    the tokens after it."""
     cdef Py_ssize_t offset, first = store.float_tokens if at_start else 0
     cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim
     for offset in range(store.k.block_size):

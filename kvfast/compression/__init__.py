@@ -8,7 +8,7 @@ From the bottom up::
     compressed      `CompressedKV`: a store and exact tokens for each sequence; files
     bridges, compressor
                     `KVCacheCompressor`
-    prefix_cache    `PrefixKVCache`: a compressed prefix, and live tokens behind it
+    prefix_cache    `PrefixKVCache`: a compressed prefix, and live tokens after it
 """
 
 from kvfast.compression.compressed import CompressedKV, CompressedShape, ReconstructionError

@@ -303,7 +303,7 @@ class CompressedKV:
         except (ValueError, AttributeError, RecursionError):
             raise CorruptFileError("the header does not describe compressed keys and values") from None
         if type(version) is not int or version != VERSION:
-            kind = f"the format has version {version}" if type(version) is int else "this is no CompressedKV"
+            kind = f"the format has version {version}" if type(version) is int else "this is not a CompressedKV"
             raise IncompatibleSnapshotError(f"{kind}; this kvfast reads compressed keys and values of version {VERSION}")
         check_header(fields)
         try:

@@ -1,4 +1,4 @@
-"""A compressed prefix, and live tokens behind it."""
+"""A compressed prefix, and live tokens after it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ cdef class Rows:
     cdef kv_rows rows
     cdef Py_buffer buffer
     cdef bint is_open
-    cdef object owner          # of memory that is no buffer
+    cdef object owner          # of memory that is not a buffer
 
 
 cdef inline Py_ssize_t width_of(const kv_rows *rows) noexcept nogil:

@@ -100,7 +100,7 @@ cdef bint rises(const int32_t[::1] values) noexcept:
 
 
 def checked_token_ids(token_ids, count=None):
-    """Token ids as a new int64 array. ValueError if they are no integers, or not `count` of them if that is given."""
+    """Token ids as a new int64 array. ValueError if they are not integers, or not `count` of them if that is given."""
     array = np.asarray(token_ids)
     if array.ndim != 1 or count is not None and len(array) != count or array.size and array.dtype.kind not in "iu":
         wanted = "integers of shape (num_tokens,)" if count is None else f"{count} integers"

@@ -88,7 +88,7 @@ def as_floats(array, name, rounds=True):
     if not isinstance(array, np.ndarray):
         try:
             array = as_array(array, name)
-        except Exception as error:  # noqa: BLE001  (any library's own way to say that this is no array)
+        except Exception as error:  # noqa: BLE001  (any library's own way to say that this is not an array)
             raise TypeError(f"{name} must be an array of float32, float16 or bfloat16, got {type(array).__name__}: {error}") from None
     if array.dtype.name == "bfloat16" and array.dtype.isnative:
         array = array.view(np.uint16)
@@ -120,7 +120,7 @@ def as_numbers(array, name):
     array = as_array(array, name)
     try:
         return aligned(as_float32(array, name) if array.dtype == np.uint16 else array, np.float32)
-    except (TypeError, ValueError) as error:  # whose text has the value that is no number
+    except (TypeError, ValueError) as error:  # whose text has the value that is not a number
         raise type(error)(f"{name} must be numbers, got {array.dtype} of shape {array.shape}") from None
 
 

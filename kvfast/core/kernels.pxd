@@ -7,7 +7,7 @@ from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
 from kvfast.core.limits cimport KV_LANES, KV_TILE
 
 
-# Float arrays of at least so many bytes are written past the caches, which they would not fit. This does not read the memory
+# Float arrays of at least STREAMED_BYTES are written past the caches, which they would not fit. This does not read the memory
 # that they replace, and is twice as fast.
 cdef enum:
     STREAMED_BYTES = 16 << 20

@@ -1,4 +1,4 @@
-"""Files that are written beside their place and appear complete."""
+"""Files that are written under another name and appear complete."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _remove_parts(start):
             if not one.endswith(".part") or not one.startswith(name) or not re.fullmatch(r"[0-9a-f]{32}\.part", one[len(name) :]):
                 continue
             part = os.path.join(folder, one)
-            with contextlib.suppress(OSError):  # also for what is no folder, or a link
+            with contextlib.suppress(OSError):  # also for a link, or something else than a folder
                 lock = _locked(part)
                 if lock is not None:
                     _remove(part)

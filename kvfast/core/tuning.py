@@ -54,7 +54,7 @@ class Reading:
 
 NAMES = tuple(field.name for field in fields(Reading))
 
-# Of processors that are not in the table. On x86 prefetches fill level 2; `python -m kvfast tune` tells whether level 1 is better.
+# For processors that are not in the table. On x86 prefetches fill level 2; `python -m kvfast tune` tells whether level 1 is better.
 DEFAULT = Reading()
 
 
@@ -145,7 +145,7 @@ def _home():
 
 
 def keep(reading):
-    """Write a reading for this kind of processor to `file`, beside those of others that it has.
+    """Write a reading for this kind of processor to `file`, next to those of other kinds.
 
     Returns
     -------
@@ -197,9 +197,9 @@ def _read(path):
         with open(path, encoding="utf-8") as kept:
             content = json.load(kept)
     except ValueError as error:
-        raise ValueError(f"{path} is no file of python -m kvfast tune: {error}") from None
+        raise ValueError(f"{path} is not a file of python -m kvfast tune: {error}") from None
     if not (isinstance(content, dict) and content.get("version") == VERSION and isinstance(content.get("processors"), dict)):
-        raise ValueError(f'{path} is no file of python -m kvfast tune: it must have "version": {VERSION} and "processors"')
+        raise ValueError(f'{path} is not a file of python -m kvfast tune: it must have "version": {VERSION} and "processors"')
     return content["processors"]
 
 

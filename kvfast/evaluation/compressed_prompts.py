@@ -91,9 +91,9 @@ def _method(name):
 
 
 def evaluate_compressed(model, tokens, prompt_len, methods, *, chunk_size=128, progress=None):
-    """Compress the keys and values of a prompt, and predict the tokens behind it with each of the compressed forms.
+    """Compress the keys and values of a prompt, and predict the tokens after it with each of the compressed forms.
 
-    Tokens behind the prompt are float32 for all, so that what differs is the prompt.
+    Tokens after the prompt are float32 for all, so that only the prompt differs.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ from kvfast.evaluation.retrieval import retrieve
 # Those that llama.cpp's own command line knows.
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
-_DEBUG = 4  # ggml's level of what is no news to users: thousands of lines for each cache
+_DEBUG = 4  # ggml's level of messages that users need not see: thousands of lines for each cache
 _log: list[str] = []  # what else llama.cpp had to say since the last cache was made
 
 

@@ -57,7 +57,7 @@ class CacheScore:
 
     @property
     def name(self):
-        """`dtype`, behind the runtime unless that is kvfast."""
+        """`dtype`, after the runtime unless that is kvfast."""
         return self.dtype if self.runtime == "kvfast" else f"{self.runtime} {self.dtype}"
 
 
@@ -114,7 +114,7 @@ def compare(tokens, predict, *, chunk_size=512, progress=None):
         At least two.
     predict : callable
         Called with each chunk of the text in turn; returns a function from a slice of that chunk to
-        the logits behind those tokens in each way, the reference first, which is not called any more
+        the logits after those tokens in each way, the reference first. It is not called any more
         once the next chunk is given.
     chunk_size : int
         Most tokens of a chunk.
@@ -178,7 +178,7 @@ def mean_score(scores):
 
 
 def bits_per_element(cache):
-    """Bits that a cache stores for each number of its keys and values, with all that it keeps beside them."""
+    """Bits that a cache stores for each number of its keys and values, with all that it keeps for them."""
     return 8 * cache.nbytes_used / (2 * cache.num_layers * cache.entry_size * len(cache))
 
 

@@ -39,7 +39,7 @@ def float_bytes(cache_shape, itemsize):
 
 
 def memory_text(cache):
-    """What the tokens of a cache take, with blocks that are not full and tokens that are floats, beside the bare floats of them.
+    """The bytes of a cache's tokens, with blocks that are not full and tokens that are floats, and how many times that bare floats take.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def memory_text(cache):
     each = float_bytes((cache.num_layers, cache.num_kv_heads, cache.head_dim), 2)
     text = (
         f"{cache.dtype}: {tokens:,} tokens take {nbytes:,} bytes, {nbytes / tokens:,.0f} each; "
-        f"as bare float32 they take {2 * each * tokens / nbytes:.2f}x as much, as float16 {each * tokens / nbytes:.2f}x"
+        f"float16 takes {each * tokens / nbytes:.2f} times as many, float32 {2 * each * tokens / nbytes:.2f} times"
     )
     if nbytes > each * tokens and cache.bytes_per_token < each:
         text += (
@@ -191,7 +191,7 @@ def plot_scores(scores, path, title):
 
 
 def _label(figure, axes, scores):
-    """Write each score's dtype beside its point, where it covers neither a point nor another label."""
+    """Write each score's dtype next to its point, where it covers neither a point nor another label."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 

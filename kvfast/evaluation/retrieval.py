@@ -80,7 +80,7 @@ NAMES = (
     "Zurich",
 )
 DIGITS = 5
-_QUESTION_CHUNK = 16  # up to so many tokens see what each would see alone
+_QUESTION_CHUNK = 16  # up to this number of tokens see what each would see alone
 _NORMAL = 1.96  # standard deviations of a 95 % interval
 
 
@@ -139,12 +139,12 @@ class RetrievalScore:
 
     @property
     def name(self):
-        """`dtype`, behind the runtime unless that is kvfast."""
+        """`dtype`, after the runtime unless that is kvfast."""
         return self.dtype if self.runtime == "kvfast" else f"{self.runtime} {self.dtype}"
 
 
 def retrieval_task(tokenizer, text, num_tokens, num_pairs=24, seed=0):
-    """Hide sentences with a number at random places of a text, and ask for all of them behind it.
+    """Hide sentences with a number at random places of a text, and ask for all of them at its end.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def retrieve(task, predict, *, chunk_size=512, progress=None):
     task : RetrievalTask
     predict : callable
         As in `compare`: called with each chunk of tokens in turn; returns a function from a slice of that chunk to the logits
-        behind those tokens in each way.
+        after those tokens in each way.
     chunk_size : int
         Most tokens of a chunk before the questions; the questions come 16 at a time.
     progress : callable, optional
@@ -311,7 +311,7 @@ def retrieval_scores(results, names, bits, runtime="kvfast"):
 
 
 def wilson_interval(successes, count):
-    """95 % interval of a share, of so many successes in `count` trials (Wilson, Journal of the American Statistical Association, 1927)."""
+    """95 % interval of a share: `successes` of `count` trials (Wilson, Journal of the American Statistical Association, 1927)."""
     share, square = successes / count, _NORMAL**2 / count
     centre, half = share + square / 2, _NORMAL * math.sqrt(share * (1 - share) / count + square / (4 * count))
     return max(0.0, (centre - half) / (1 + square)), min(1.0, (centre + half) / (1 + square))

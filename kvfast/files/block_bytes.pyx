@@ -200,13 +200,13 @@ cdef Py_ssize_t _check_blocks(const kv_store *store, bint values, const unsigned
 
 
 def rest(SequenceBuffer buffer, Py_ssize_t skip, bint copies):
-    """The bytes of a sequence behind the first `skip` blocks of those layers that keep all tokens.
+    """The bytes of a sequence after the first `skip` blocks of those layers that keep all tokens.
 
     Parameters
     ----------
     skip : int
     copies : bool
-        As for `arrays`: with zeros behind the last token, for reading. Otherwise they are where to write, after `reopen`.
+        As for `arrays`: with zeros after the last token, for reading. Otherwise they are where to write, after `reopen`.
 
     Returns
     -------
@@ -233,7 +233,7 @@ def rest(SequenceBuffer buffer, Py_ssize_t skip, bint copies):
 
 
 def copy_rows(list rows, data, bint write):
-    """Copy between contiguous arrays, one behind another in `data`, and `rows`: to them if `write`, else from them."""
+    """Copy between contiguous arrays, one after another in `data`, and `rows`: to them if `write`, else from them."""
     cdef Py_ssize_t count = len(rows), total = 0, i
     cdef Py_buffer one, whole
     cdef char **where = <char **>malloc((count + 1) * sizeof(char *))
@@ -294,7 +294,7 @@ def targets(SequenceBuffer buffer):
 
 def arrays(SequenceBuffer buffer):
     """The bytes of all tokens, in the form of `targets`. Contiguous full blocks are views, valid as long as the buffer lives;
-    all else is copied. There are zeros behind the last token."""
+    all else is copied. There are zeros after the last token."""
     buffer.enter_reading()
     try:
         return _targets(buffer, {table: (_straight(table), _tail(table), 0) for table in buffer.tables}, True)

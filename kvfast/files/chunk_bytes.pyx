@@ -141,7 +141,7 @@ def check_floats(SequenceBuffer buffer, Py_ssize_t num_blocks, data):
 
 
 cdef bint _check_layer(const kv_store *store, Py_ssize_t count, const char **at) noexcept:
-    """Check `count` blocks of keys, and as many of values behind them. Sets `at` to their end."""
+    """Check `count` blocks of keys, and as many of values after them. Sets `at` to their end."""
     cdef bint good
     with nogil:
         good = are_storable(&store.k, at[0], count) and are_storable(&store.v, at[0] + count * store.k.bytes, count)

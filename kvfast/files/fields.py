@@ -54,7 +54,7 @@ class Kind:
 
 
 def parsed(header: str | bytes) -> Any:
-    """The JSON of a header; ValueError if it is none, or names a field twice."""
+    """The JSON of a header; ValueError if it is not JSON, or names a field twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -85,7 +85,7 @@ def _shown(value):
 
 
 def integer(least: int, most: int) -> Kind:
-    """A number without a point; true and false are none."""
+    """A number without a point; not true or false."""
     return Kind(f"an integer from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
 
 

@@ -60,7 +60,7 @@ def named(layers):
     ------
     (str, array) or (str, list of arrays)
         ``layers.0.k.0``: the full blocks of a head, uint8 of shape (num_blocks, bytes of a block); ``layers.0.k.tail``:
-        the blocks behind them, block after block and head after head; ``layers.0.k.floats``: the pieces of float rows, in
+        the blocks after them, block after block and head after head; ``layers.0.k.floats``: the pieces of float rows, in
         the same order. Numbers have as many digits as the largest, so that names sort in the order of the heads.
     """
     layer_digits = len(str(len(layers) - 1))

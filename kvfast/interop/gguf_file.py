@@ -55,7 +55,7 @@ class _BoundedReader(gguf.GGUFReader):
         return start + values.nbytes - orig_offs, [item_type, count, values], [2] if total else [], types
 
     def _texts(self, at, count):
-        """Views of texts one behind the other, and where they end."""
+        """Views of texts one after another, and where they end."""
         data, texts = memoryview(self.data), []
         length_of = struct.Struct(("<" if self.endianess == gguf.GGUFEndian.LITTLE else ">") + "Q").unpack_from
         for _ in range(count):
@@ -70,7 +70,7 @@ class _BoundedReader(gguf.GGUFReader):
         if int(count) > most or int(count) * least_bytes > len(self.data) - int(offset):
             raise ValueError(
                 f"it says that it has {int(count):,} {what}, and its {len(self.data):,} bytes have no room for them, or no model "
-                f"has so many"
+                f"has that many"
             )
 
     def _get(self, offset, dtype, count=1, override_order=None):

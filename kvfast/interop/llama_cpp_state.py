@@ -41,7 +41,7 @@ class LlamaCppState:
     ----------
     num_tokens : int
     token_ids : ndarray of int32, or None
-        The token ids of a file; data has none.
+        The token ids of a file; data has no token ids.
     k_types, v_types : tuple of str
         ggml type of each layer.
     k, v : tuple of ndarrays of shape (num_tokens, bytes of a row), uint8

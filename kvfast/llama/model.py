@@ -16,7 +16,7 @@ from kvfast.interop.gguf_file import GGUFFile
 from kvfast.llama.product_threads import ProductThreads
 from kvfast.llama.weights import LlamaConfig, Weights, read_config, read_weights
 
-# A product of at most so many rows is made row by row, each the same bits as alone. BLAS would round them
+# A product of at most this number of rows is made row by row, each the same bits as alone. BLAS would round them
 # otherwise than one row, and up to here takes longer: it reads a weight faster for a vector than for a matrix.
 FEW_TOKENS = 8
 # Each row reads the weight in blocks that stay in the processor's cache for the next. OpenBLAS leaves much less
@@ -161,7 +161,7 @@ class LlamaModel:
         Returns
         -------
         ndarray, shape (num_tokens, hidden_size), float32
-            The hidden states behind the last of them, normalised as if it were the model's last.
+            The hidden states after the last of them, normalised as if it were the model's last.
         """
         tokens = self._checked(tokens)
         start = cache.layer_length(layers[0])

@@ -1,7 +1,7 @@
 """Continuous batching: many requests share the model's steps and one paged pool.
 
 Every step runs one token of each request that is generating, and as much of the waiting prompts as fits
-beside them (Orca, OSDI 2022; chunked prefill as in Sarathi, arXiv 2308.16369). Prompts start from the blocks
+with them (Orca, OSDI 2022; chunked prefill as in Sarathi, arXiv 2308.16369). Prompts start from the blocks
 that the pool still has of their prefix; when the pool is full the youngest request gives way and starts again
 later.
 """

@@ -48,7 +48,7 @@ class PromptLookup:
     Parameters
     ----------
     ngram : int
-        So many tokens must be the same. The latest place where they are counts.
+        Number of tokens that must be the same. The guess is taken from the latest place where they are.
     max_draft : int
         Guess at most this many tokens.
 
@@ -71,7 +71,7 @@ class PromptLookup:
         Parameters
         ----------
         context : list of int
-            All tokens so far. The same list with more tokens behind is not read again from the start.
+            All tokens so far. The same list with more tokens at its end is not read again from the start.
         cache : ignored
         limit : int
 
@@ -104,7 +104,7 @@ class SkipLayers:
     """Guesses with the model itself, leaving layers out.
 
     Self-speculative decoding (Draft & Verify, arXiv 2309.08168; LayerSkip, arXiv 2404.16710). The layers
-    that are left out are those behind the first quarter of those that stay: a model that was not trained to
+    that are left out are those after the first quarter of those that stay: a model that was not trained to
     be left early needs its last layers. The guessed tokens go into the layers of the caller's own cache and
     out again. Drafts get longer by a token when they are accepted, and shorter when they are not.
 

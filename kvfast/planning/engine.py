@@ -26,7 +26,7 @@ VLLM_FORMATS = {
     "turboquant_k3v4_nc": rotated("int3/int4"),
     "turboquant_3bit_nc": rotated("int3"),
 }
-# Of a turboquant mode, vLLM leaves this many layers at each end in the model's dtype.
+# In a turboquant mode vLLM leaves this many layers at each end in the model's dtype.
 KEEPS_FIRST_AND_LAST = 2
 VLLM_BLOCK_SIZE = 64
 # vLLM holds a window for as many tokens more as one step may compute; this is its server's default.
@@ -34,7 +34,7 @@ STEP_TOKENS = 2048
 
 
 def vllm_format(name, window):
-    """The KVFormat of a layer. Layers with a window have no float rows beside their blocks."""
+    """The KVFormat of a layer. Layers with a window have blocks alone, no float rows."""
     form = VLLM_FORMATS[name]
     return form if window is None or floats_of(form) is None else rotated(form.k_dtype)
 

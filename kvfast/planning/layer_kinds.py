@@ -92,7 +92,7 @@ def _kinds(config, number, notes):
 
 
 def _without_own(config, number):
-    """The layers that read keys and values of an earlier layer, or of what is no text."""
+    """The layers that read keys and values of an earlier layer, or of images."""
     shared = config.count("num_kv_shared_layers", 0, least=0)
     sources, images = config.get("kv_source_layers"), config.get("cross_attention_layers")
     places = [
@@ -133,7 +133,7 @@ def _kind(config, field, kind):
 
 
 def _listed(named, others, first=0):
-    """Of a field with the places of some layers, counted from `first`."""
+    """Reads a field with the places of some layers, counted from `first`."""
 
     def kinds_of(config, field, number):
         places = _places(config, field, number, first)
@@ -143,7 +143,7 @@ def _listed(named, others, first=0):
 
 
 def _marked(named, others):
-    """Of a field with a mark for each layer, as 0 and 1."""
+    """Reads a field with a mark for each layer, 0 or 1."""
 
     def kinds_of(config, field, number):
         marks = _value(config, field)
@@ -160,7 +160,7 @@ def _turns(length, place, named, others, number):
 
 
 def _last_of_each(named, others):
-    """Of a field with the length of a turn, whose last layer is of a kind of its own."""
+    """Reads a field with the length of a turn, whose last layer is of another kind."""
     return lambda config, field, number: _turns(config.count(field), config.count(field) - 1, named, others, number)
 
 
@@ -191,7 +191,7 @@ def _blocks_in_turn(config, field, number):
 
 
 def _without_rotation(config, field, number):
-    """Of Llama 4, where layers without rotation attend to everything, and those with it to chunks."""
+    """Kinds of Llama 4: layers without rotation attend to everything, layers with it to chunks."""
     if config.get("attention_chunk_size") is None:
         return FULL
     return _marked(CHUNKED, FULL)(config, field, number) if config.get(field) else _FAMILIES["llama4"]

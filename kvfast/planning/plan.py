@@ -21,7 +21,7 @@ from kvfast.storage.memory.pool import BlockPool
 
 __all__ = ["DtypePlan", "MemoryPlan", "plan"]
 
-# Formats that are planned by default: all presets, and the storage dtypes, those that are no presets from many bits to few.
+# Formats that are planned by default: all presets, then the other storage dtypes, from many bits to few.
 _OTHERS = sorted([name for name in NAMES if name not in (*FLOATS, *PRESETS)], key=lambda name: -dtype_row(name).bits)
 DTYPES = (*FLOATS, *PRESETS, *_OTHERS)
 BANDWIDTH_PASSES = 5

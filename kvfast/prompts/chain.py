@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# A tail of at least so many tokens is listed under its first ones, so that prompts without a common beginning do not share a list.
+# A tail of at least this number of tokens is listed under its first ones, so that prompts without a common beginning do not share a list.
 LISTED_TOKENS = 16
 
 
@@ -45,12 +45,12 @@ class Chain:
         return self._digest(b"chunk", self.nodes[index + 1])
 
     def end(self, node: int, tail: NDArray[np.int64]) -> bytes:
-        """Digest of the end of a prompt with these tokens behind a node."""
+        """Digest of the end of a prompt with these tokens after a node."""
         return self._digest(b"end", self.nodes[node], tail.astype("<i8").tobytes())
 
     def tails(self, node: int, length: int | None = None) -> list[bytes]:
-        """Digests of the lists in which a prompt finds tails behind a node; with `length`, of the one that has its own tail of so
-        many tokens."""
+        """Digests of the lists in which a prompt finds tails after a node; with `length`, only of the one that has its own
+        tail of `length` tokens."""
         start, digests = node * self.chunk_tokens, []
         if length is None or length < LISTED_TOKENS:
             digests.append(self._digest(b"tails", self.nodes[node]))

@@ -45,7 +45,7 @@ def payload_of(value: Any, digest: bytes, secret: bytes) -> memoryview:
     if version != VERSION:
         raise CorruptFileError(f"it has version {version}; this kvfast reads version {VERSION}")
     if nbytes != len(payload):
-        raise CorruptFileError(f"it must have {nbytes} bytes behind its header, got {len(payload)}")
+        raise CorruptFileError(f"it must have {nbytes} bytes after its header, got {len(payload)}")
     if named != digest:
         raise CorruptFileError("it was stored under another key")
     if checksum != _checksum(digest, payload, secret):

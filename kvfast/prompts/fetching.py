@@ -34,7 +34,7 @@ def fetch_chunks(
     Parameters
     ----------
     write : callable
-        Gets the index and the payload of a chunk. Several threads call it at once. Chunks behind one that is no good may have been
+        Gets the index and the payload of a chunk. Several threads call it at once. Chunks after a bad one may have been
         written too.
     meanwhile : callable
         Is called once, while chunks come.

@@ -34,7 +34,7 @@ class PatientStore:
     def __init__(self, store: Store, time_limit: float) -> None:
         self.store, self.time_limit = store, time_limit
         self.rate = 0.0  # bytes per second of what was fetched, 0 if not known
-        # Of its own, as the calls of `touch` wait for one of the others.
+        # A separate one, because the calls of `touch` wait for one of the others.
         self._threads, self._later = Workers(2, "kvfast-store"), Workers(1, "kvfast-touch")
         self._pauses, self._warned, self._lock = {False: _Pause(), True: _Pause()}, set(), Lock()  # of reading, and of writing
 
@@ -64,12 +64,12 @@ class PatientStore:
         self._later.submit(int).result()
 
     def delete(self, key: str, why: object) -> None:
-        """Delete a value that is no good, and warn."""
+        """Delete a damaged value, and warn."""
         self.warn(f"a value of {self.store.url} cannot be used ({why}); what it had is computed")
         self._call(lambda: self.store.delete([key]), self.deadline(), None, writes=True)
 
     def takes_longer(self, nbytes: int, seconds: float) -> bool:
-        """Whether fetching so many bytes would take longer than `seconds`, as far as is known."""
+        """Whether fetching `nbytes` would take longer than `seconds`, as far as is known."""
         if not self.rate or nbytes / self.rate <= seconds:
             return False
         self.rate *= FORGETTING

@@ -61,7 +61,7 @@ class ChunkForm:
 
 
 class End:
-    """What a prompt has behind its last chunk: open blocks, float rows, and layers with windows.
+    """The rest of a prompt after its last chunk: open blocks, float rows, and layers with windows.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class End:
         block_bytes.reopen(buffer, self.seq_len, self.states)
 
     def write(self, buffer: Any) -> None:
-        """Write the bytes behind the chunks."""
+        """Write the bytes after the chunks."""
         block_bytes.copy_rows(block_bytes.rest(buffer, self._skip, False), self._rows, True)
 
     @staticmethod
@@ -113,7 +113,7 @@ class End:
 
 
 def tails_value(tails: list[NDArray[np.int64]], digest: bytes, secret: bytes) -> bytearray:
-    """The value of a list of tails, the newest first: the token ids of each behind a node."""
+    """The value of a list of tails, the newest first: the token ids of each after a node."""
     data = b"".join(struct.pack("<I", len(tail)) + tail.astype("<i8").tobytes() for tail in tails[:MAX_TAILS])
     value, payload = new_value(len(data))
     payload[:] = data
@@ -121,7 +121,7 @@ def tails_value(tails: list[NDArray[np.int64]], digest: bytes, secret: bytes) ->
 
 
 def tails_of(payload: memoryview) -> list[NDArray[np.int64]]:
-    """The tails of a list; CorruptFileError if it is none."""
+    """The tails of a list; CorruptFileError for other bytes."""
     tails, at = [], 0
     while at < len(payload) and len(tails) < MAX_TAILS:
         if len(payload) - at < 4:

@@ -64,7 +64,7 @@ class Prompt:
         return [self.chain.chunk(i) for i in range(count if self.form.nbytes(0) else 0)]
 
     def end(self, payload: memoryview, node: int, seq_len: int) -> End:
-        """The end of a prompt of `seq_len` tokens behind a node; CorruptFileError."""
+        """The end of a prompt of `seq_len` tokens after a node; CorruptFileError."""
         return End(payload, self.template, node * self.form.blocks, seq_len)
 
     def empty(self) -> Any:

@@ -40,7 +40,7 @@ class PromptCache:
 
     A prompt is kept in chunks of `chunk_tokens` tokens. The key of a chunk is a digest of all tokens up to its end, the model, and
     the settings of the cache. So prompts with the same beginning share chunks, and finding the longest prefix costs one look-up per
-    chunk, whatever else the store holds. What a prompt has behind its last chunk is a value of its own.
+    chunk, whatever else the store holds. The rest of a prompt, after its last chunk, is a separate value.
 
     Any number of processes may share a store. A missing, damaged or foreign value ends the match, and what was found before it is
     used. A store that is slow or gone costs time and a warning, and the prompt is computed. One that cannot be written, as on a full
@@ -142,7 +142,7 @@ class PromptCache:
         salt: bytes | None = None,
         uncounted: Literal["raise", "drop"] = "raise",
     ) -> bool:
-        """`save`, without what the prompt has behind its last chunk, which few other prompts share.
+        """`save`, without the rest of the prompt after its last chunk, which few other prompts share.
 
         Parameters and result are those of `save`.
         """

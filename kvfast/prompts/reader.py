@@ -38,7 +38,7 @@ class Reader:
         self._store, self._secret, self._stats = store, secret, stats
 
     def choices(self, cache, prompt, deadline):
-        """(tokens, chunks before them, tail behind those, digest of its list) that the store may have, the longest first."""
+        """(tokens, chunks before them, tail after those, digest of its list) that the store may have, the longest first."""
         most = min(len(prompt.token_ids) - 1, len(prompt.token_ids) if cache.max_seq_len is None else cache.max_seq_len)
         count, size = most // prompt.chunk_tokens, prompt.chunk_tokens
         if prompt.form.nbytes(0):

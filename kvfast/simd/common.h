@@ -30,7 +30,7 @@
 #define kv_prefetch(address) __builtin_prefetch(address, 0, KV_PREFETCH_LEVEL == 2 ? 2 : 3)
 #define kv_prefetch_write(address) __builtin_prefetch(address, 1, 3)
 
-/* Prefetches lines of 64 bytes to a level, kv_prefetch_level. The hint is part of the instruction, so a level that is no constant
+/* Prefetches lines of 64 bytes to a level, kv_prefetch_level. The hint is part of the instruction, so a level that is not constant
    costs a branch. KV_EACH_LEVEL makes it one, for a second copy of a loop. */
 static inline __attribute__((always_inline)) void kv_prefetch_lines(const char *at, const int lines, const int level)
 {
@@ -48,13 +48,13 @@ static inline void kv_prefetch_scales(const kv_prefetch *stream, ptrdiff_t at)
         kv_prefetch_lines(stream->base + at + stream->scales + i, 1, kv_prefetch_level);
 }
 
-/* The scales behind the last piece of what a kernel has prefetched. */
+/* The scales after the last piece of what a kernel has prefetched. */
 static inline void kv_prefetch_end(const kv_ahead *ahead)
 {
     kv_prefetch_scales(&ahead->next, ahead->next.at[(ahead->next.bytes - 1) / ahead->next.piece]);
 }
 
-/* Of a tile with nothing to prefetch after it: its own first line, again and again. The tile must outlive it. */
+/* What a tile prefetches if nothing follows it: its own first line, again and again. The tile must outlive it. */
 static inline kv_ahead kv_nothing_ahead(const kv_tile *tile)
 {
     const kv_prefetch line = {tile->base, tile->at, 0, 64, 64, 0, 0};

@@ -58,7 +58,7 @@ typedef struct {
     int head_dim;          /* at most KV_MAX_HEAD_DIM */
     int padded_dim;
     int rotated;           /* callers rotate rows before they encode them; the kernels do not read this */
-    int in_basis;          /* keys are stored in a basis of a calibration: their elements are no rotary pairs */
+    int in_basis;          /* keys are stored in a basis of a calibration: their elements are not rotary pairs */
     int gaussian;          /* packed codes: the levels are those of a Gaussian, not even */
     int as_keys;           /* for a V side: it holds the rotary part of latent rows, in the layout of keys */
     int clip_search;       /* INT4 and GAUSS4: try several scales and take the one with the least squared error */
@@ -307,12 +307,12 @@ typedef struct {
     /* The same for latent rows of any dtype: reads the values from the K side. */
     void (*accumulate_latent)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
                               float *acc);
-    /* Rows whose rounding of weights counts beside their n sums of values, a bit for each; see activations.inc.h. 16 sums of a
+    /* Rows whose rounding of weights is large next to their n sums of values, a bit for each; see activations.inc.h. 16 sums of a
        row are `stride` floats from the next 16. */
     unsigned (*rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdiff_t stride, ptrdiff_t n, const double *noise,
                                int num_rows);
     int has_matrix; /* whether panels are multiplied by a matrix unit */
-    /* Attention of many query rows on one tile; NULL where vectors take a few at a time. KV_INTEGERS: of codes, and float rows beside
+    /* Attention of many query rows on one tile; NULL where vectors take a few at a time. KV_INTEGERS: of codes, and float rows next to
        them; a matrix unit takes no packed codes. KV_HALVES: of float rows, with a matrix unit in bfloat16 of two parts. */
     void (*prepare_panel[KV_NUM_WIDE_KINDS])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                              float scale, int exact, kv_panel *panel); /* rope NULL: no latent rows; exact: no key is rounded */

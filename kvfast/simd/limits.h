@@ -35,20 +35,20 @@ enum {
     KV_MIN_BLOCK_SIZE = KV_LANES, /* tokens of a block, a power of two */
     KV_MAX_BLOCK_SIZE = 256,
     KV_PIECE = 16,                /* tokens of a piece of float rows */
-    /* A block that is sealed is read as float rows until so many tokens, at least, follow it, and as codes from then on. So a
-       rollback of so many tokens is exact, and so many queries in one call see what each would see alone. */
+    /* A block that is sealed is read as float rows until at least this number of tokens follow it, and as codes from then on. So a
+       rollback of this many tokens is exact, and as many queries in one call see what each would see alone. */
     KV_OPEN_TOKENS = 16,
     KV_MAX_RECENT_TOKENS = 1024, /* most tokens that a format may let follow it */
     KV_FEW_QUERIES = KV_OPEN_TOKENS, /* most queries of a call that see what each would see alone */
     KV_MAX_FLOAT_TOKENS = KV_PIECE,  /* first tokens of a sequence that always stay floats */
     KV_CHUNK_SHIFT = 3,
-    KV_CHUNK_BLOCKS = 1 << KV_CHUNK_SHIFT, /* memory is allocated for multiples of so many blocks or pieces */
+    KV_CHUNK_BLOCKS = 1 << KV_CHUNK_SHIFT, /* memory is allocated for multiples of this number of blocks or pieces */
     KV_MAX_LAYERS = 1 << 16,
     KV_MAX_KV_HEADS = 1 << 16,
     KV_MAX_Q_HEADS = 1 << 20
 };
 #define KV_MAX_TOKENS ((ptrdiff_t)1 << 40) /* most tokens of a sequence, and most blocks of a pool */
-#define KV_UNLIMITED ((ptrdiff_t)1 << 60)  /* limit of a count that has none of its own */
+#define KV_UNLIMITED ((ptrdiff_t)1 << 60)  /* limit of a count without a limit of its own */
 
 /* Largest magnitudes of elements. */
 #define KV_MAX_FLOAT32 FLT_MAX

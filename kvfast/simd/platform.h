@@ -38,7 +38,7 @@
 #define KV_HAVE_DOTPROD 0
 #endif
 
-/* TIER(name) for each table of kernels, best first; tiers/ has them. That of the matrix unit stands beside avx512_vbmi. */
+/* TIER(name) for each table of kernels, best first; tiers/ has them. The matrix unit's stands next to avx512_vbmi. */
 #if KV_HAVE_AMX
 #define KV_MATRIX_TIERS(TIER) TIER(amx)
 #else

@@ -19,7 +19,7 @@ from kvfast.storage.tables.ring_table import RingTable
 
 BLOCK_SIZE = 64  # tokens of a block of any cache or pool, unless the caller or the format asks for another number
 GROW_BLOCKS = 8  # that a growing cache starts with
-ROLLBACK = 64  # tokens that a ring keeps behind its window
+ROLLBACK = 64  # tokens before its window that a ring keeps
 
 
 def storage_of(settings, block_size=None, max_seq_len=None, secure=False):

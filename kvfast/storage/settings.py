@@ -30,7 +30,7 @@ def _per_layer(value, name, num_layers):
 
 
 def full(num_layers, num_kv_heads, head_dim, dtype, k_dtype=None, v_dtype=None, v_head_dim=None):
-    """Of layers that keep all tokens. A v_head_dim of None, for all layers or for one, means head_dim."""
+    """Settings of layers that keep all tokens. A v_head_dim of None, for all layers or for one, means head_dim."""
     num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
     formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
     heads, dims, v_dims = (
@@ -46,7 +46,8 @@ def full(num_layers, num_kv_heads, head_dim, dtype, k_dtype=None, v_dtype=None, 
 
 
 def ring(layers, windows, num_sink_tokens, rollback, rope=None):
-    """Of `layers`, made by `full`, with windows, or None for one that keeps all tokens; `rope`: the `Rope` by which a ring rotates keys itself."""
+    """The settings of a ring. `layers` are made by `full`, and each window is None for a layer that keeps all tokens; by `rope`, a `Rope`,
+    a ring rotates keys itself."""
     windows = _per_layer(windows, "sliding_window", layers["num_layers"])
     windows = [one if one is None else check_size(one, "sliding_window", 1, MAX_TOKENS) for one in windows]
     local = [one for one in windows if one is not None]
@@ -72,7 +73,7 @@ def _rotation(head_dim, rope):
 
 
 def latent(num_layers, latent_dim, rope_dim, dtype):
-    """Of latent rows: one row per token, shared by all heads, and its rotary part."""
+    """Settings of latent rows: one row per token, shared by all heads, and its rotary part."""
     num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
     latent_dim = check_size(latent_dim, "latent_dim", 1, MAX_HEAD_DIM)
     rope_dim = check_size(rope_dim, "rope_dim", 0, MAX_ROPE_DIM)
@@ -81,7 +82,7 @@ def latent(num_layers, latent_dim, rope_dim, dtype):
 
 
 def heads(num_heads, config, num_layers=1):
-    """Of one layer that is read head by head. `config`: the fields of a `MultiHeadConfig`."""
+    """Settings of one layer that is read head by head. `config`: the fields of a `MultiHeadConfig`."""
     num_heads, config = check_size(num_heads, "num_heads", 1, MAX_KV_HEADS), MultiHeadConfig(**config)
     if config.num_q_heads is not None and config.num_q_heads % num_heads:
         raise DimensionMismatchError(f"num_q_heads must be a multiple of the {num_heads} heads, got {config.num_q_heads}")

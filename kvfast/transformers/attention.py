@@ -97,7 +97,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
 
 
 def _attend_behind(row, layer, q, out, options):
-    """Padding behind the tokens of a row, whose last output generate takes for the row's next token: it sees all of them. Windows and
+    """Padding after the tokens of a row, whose last output generate takes for the row's next token: it sees all of them. Windows and
     chunks that see less have refused the mask. A call takes as many queries as there are tokens."""
     options = options | {"causal": False, "sliding_window": None, "attention_chunk_size": None}
     if length := row.layer_length(layer):
@@ -119,7 +119,7 @@ def _place(module, key, value):
 
 
 def _check_positions(positions, before):
-    """Refuse tokens that begin at the first position again, behind others."""
+    """Refuse tokens that begin at the first position again, after others."""
     if before and positions is not None and positions.ndim == 2 and positions[0, 0] == 0 and positions[0, -1] >= before:
         raise ValueError(
             f"tokens begin at position 0 again, and the cache holds {before}: generate gives it every token at each step "

@@ -55,7 +55,7 @@ class KVFastCache(Cache):
     with a linear attention, a convolution or another state keep it in transformers' own tensors, which `rows` and `nbytes`
     leave out; a layer that reads another's keys and values keeps nothing.
 
-    Where keys and values have different widths, the narrower are stored with zeros behind them, which takes their memory.
+    Where keys and values have different widths, the narrower are stored with zeros after them, which takes their memory.
 
     Threads are those of ``torch.get_num_threads()``. A cache serves one thread at a time.
 

@@ -83,7 +83,7 @@ class StoredLayer(CacheLayerMixin):
 
 
 class HybridLayer(LinearAttentionLayer, StoredLayer):
-    """A layer with keys and values beside a state."""
+    """A layer with keys and values and a state."""
 
     is_compileable = False
 

@@ -84,7 +84,7 @@ def _pattern(mask_function, size, padding):
     that is all there is to it."""
     if size is None:
         return None, None, mask_function is causal_mask_function
-    # Queries at the edges of a chunk and the edges of what they see, counted from behind the padding of each row.
+    # Queries at the edges of a chunk and the edges of what they see, counted from the end of the padding of each row.
     begins = torch.zeros(1, dtype=int) if padding is None else (padding.cumsum(-1) == 0).sum(-1)
     row, begins = torch.arange(len(begins))[:, None, None], begins[:, None, None]
     queries = torch.tensor([[2 * size], [2 * size + 1], [3 * size - 1]])

@@ -171,7 +171,7 @@ class Rows:
             begun = np.logical_or.accumulate(padding, axis=1)
             if (begun & ~padding).any():
                 raise ValueError(
-                    "attention_mask has padding behind the first token of a row, which kvfast cannot count in a "
+                    "attention_mask has padding after the first token of a row, which kvfast cannot count in a "
                     "sliding window: pad on the left"
                 )
         self._padding = padding

@@ -7,7 +7,7 @@ FIRST, BEYOND = (5, 24), (6, 0)
 
 
 def check_versions():
-    """Refuse to be imported beside a transformers that works in another way.
+    """Refuse to be imported with a transformers that works in another way.
 
     Raises
     ------

@@ -94,7 +94,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             return
         if fmt.num_first_float_tokens and vllm_config.kv_transfer_config is not None:
             raise ValueError(
-                f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats beside vLLM's blocks, which "
+                f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats outside vLLM's blocks, which "
                 f"a KV connector would not send: choose turboquant_4bit_nc or int8_per_token_head"
             )
         if fmt.num_first_float_tokens and vllm_config.cache_config.enable_prefix_caching:

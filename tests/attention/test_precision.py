@@ -1,4 +1,4 @@
-"""The precision contract where it is hardest: loud channels, large scores, one weight beside many small ones, softcaps."""
+"""The precision contract where it is hardest: loud channels, large scores, one weight next to many small ones, softcaps."""
 
 import numpy as np
 import pytest
@@ -89,7 +89,7 @@ def test_scores_far_below_the_largest(isa, rng, name):
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize("dim", [16, 64])
 def test_outliers_of_values_that_cancel(isa, name, dim):
-    """Values with a loud channel whose sum is small: what the others were rounded by is large beside the output."""
+    """Values with a loud channel whose sum is small: the rounding error of the others is large next to the output."""
     loud = np.where(np.arange(dim) % 13 == 5, 10, 1).astype(np.float32)
     for seed in range(8):
         rng = np.random.default_rng(seed)
@@ -111,7 +111,7 @@ def one_loud_element(rng, loud):
 @pytest.mark.parametrize("loud", [40, 300, 3000])
 @pytest.mark.parametrize("name", STORED)
 def test_one_loud_element_of_values_beside_full_rows(isa, rng, name, loud):
-    """It takes the range of a tile's weights and leaves few bits to the others, whose rounding is large beside the output."""
+    """It takes the range of a tile's weights and leaves few bits to the others, whose rounding error is large next to the output."""
     for v in one_loud_element(rng, loud):
         cache = filled(STORED[name], rng.standard_normal((160, 1, 512)).astype(np.float32), v[:, None])
         for n in (1, 16):
@@ -147,7 +147,7 @@ def test_softcaps_of_any_size(isa, rng, softcap):
 
 
 def test_rounding_of_weights_is_that_of_each_query_alone(isa, rng):
-    """Whether the rounding of a query's weights counts does not depend on the queries beside it."""
+    """Whether the rounding of a query's weights matters does not depend on the other queries of its task."""
     for v in one_loud_element(rng, 3000):
         k = rng.standard_normal((160, 1, 512)).astype(np.float32)
         k[100] = 0
@@ -169,7 +169,7 @@ def check_each_alone(cache, q):
 
 
 def test_rounding_is_that_of_each_query_alone(isa, rng):
-    """Whether what the rounding of a query left out counts does not depend on the queries and tokens beside it."""
+    """Whether the rounding error of a query matters does not depend on other queries and tokens."""
     k, v = rng.standard_normal((2, 400, 2, 64)).astype(np.float32)
     k[:, :, 7] *= rng.uniform(0.1, 40, (400, 1))
     for form in ("int8", "k8v4", "int4", "int8-plain"):

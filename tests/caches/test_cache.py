@@ -115,7 +115,7 @@ def test_sizes_and_dtypes():
     assert cache.entry_size == 1024 and cache.max_seq_len == 128
     assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (32, 8, 128)
     assert repr(cache) == "KVCache(int8, 32 layers x 8 heads x 128, 0/128 tokens, 8.2 MiB)"
-    # Of each block an offset and a scale for 32 channels of the keys, float16; a scale of each token's values, float16.
+    # Each block has an offset and a scale for 32 channels of the keys, float16, and a scale of each token's values, float16.
     assert kvfast.KVCache(1, 1, 20, dtype="int4").bytes_per_token == 2 * 16 + 32 * 4 // 64 + 2
     grows = kvfast.KVCache(1, 1, 20, dtype="int4-plain")
     assert grows.nbytes == 0 and grows.max_seq_len is None and grows.bytes_per_token == 2 * (16 + 4)

@@ -13,7 +13,7 @@ LAYERS, HEADS, DIM = 2, 2, 20
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Of a format that encodes blocks as a whole, the bytes are those of a fresh cache as long as the cache has not gone
+    """In a format that encodes blocks as a whole, the bytes are those of a fresh cache as long as the cache has not gone
     back into a block without float rows; after that, each row is still close to what was given."""
 
     @initialize(storage=storage_settings(), bounded=st.booleans(), seed=st.integers(0, 99))

@@ -10,7 +10,7 @@ import kvfast
 
 
 def far(ring, tokens):
-    """A ring that has seen so many tokens more, a multiple of the block size, as its state tells it."""
+    """A ring that has seen `tokens` more, a multiple of the block size, by its state."""
     state = ring.state_dict()
     header = json.loads(state["header"].tobytes())
     header["seq_len"] += tokens
@@ -21,7 +21,7 @@ def far(ring, tokens):
 
 
 def test_lengths_beyond_32_bits(rng):
-    """What has room tells them, and what engines take as int32 says that it has none."""
+    """Lengths of 64 bits are told as they are; where engines take int32, they are refused."""
     near = fill(kvfast.RingKVCache(LAYERS, HEADS, DIM, sliding_window=64, dtype="int8", rollback=10), rng, 300)
     ring, more = far(near, 1 << 33), 1 << 33
     new = [tokens(rng, 50) for _ in range(LAYERS)]

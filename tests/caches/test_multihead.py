@@ -331,7 +331,11 @@ REFUSED = [
     (ONES * np.float32(-1e37), NonFiniteInputError, "at most 6e[+]35 in magnitude, got -9.99"),
     (np.ones((3, 4), np.int64), TypeError, "keys must be float32, .* got int64"),
     (np.ones((3, 4), complex), TypeError, "got complex128"),
-    (np.ones((3, 4), np.int64), TypeError, r"keys must be float32, float16 or bfloat16 \(ml_dtypes, or its bits as uint16\), got int64"),
+    (
+        np.ones((3, 4), np.int64),
+        TypeError,
+        r"keys must be float32, float16 or bfloat16 \(ml_dtypes, or its bits as uint16\), got int64",
+    ),
     ([np.ones(4, np.int64)] * 3, TypeError, r"keys\[0\] must be float32, float16 or bfloat16 .* got int64"),
     ([["a"] * 4] * 3, TypeError, r"keys\[0\] must be float32"),
     ([[True] * 4] * 3, TypeError, "got bool"),

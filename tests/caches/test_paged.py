@@ -164,7 +164,7 @@ class TestPrefixes:
         ids = rng.integers(0, 1000, 100)
         first = filled(pool, rng, 100, ids)
         if seals(dtype):
-            first.append(0, *tokens(rng, 20))  # whose tokens have lost their float rows: found blocks have none
+            first.append(0, *tokens(rng, 20))  # whose tokens have lost their float rows: found blocks do not have them
             first.advance(20, range(20))
         with pool.match_prefix(ids) as second:
             assert len(second) == second.num_cached_tokens == 96

@@ -82,7 +82,7 @@ class PagedMachine(RuleBasedStateMachine):
         return position >= evicted or evicted <= self.num_sink_tokens
 
     def without_skipped(self, blocks, high):
-        """-1 for those of a list that are behind the window."""
+        """-1 for those of a list that are before the window."""
         first = -(-self.num_sink_tokens // self.size)
         return [-1 if first <= i < self.evicted(high) // self.size else block for i, block in enumerate(blocks)]
 
@@ -335,7 +335,7 @@ class PagedMachine(RuleBasedStateMachine):
         batch = layer, q, [model.sequence for model in models]
         options["cu_seqlens_q"] = starts
         assert np.array_equal(self.pool.attend_batch(*batch, cascade=False, **options), alone)
-        # Integer values get weights rounded beside the largest of a tile, and a prefix that is read apart has other tiles: rows of 20
+        # Integer values get weights rounded by the largest of a tile, and a prefix that is read apart has other tiles: rows of 20
         # elements are off by up to 3.3e-4 either way. Many queries are rounded elsewhere than a few.
         limit = bound("int8") if self.values_dtype.startswith("int") else 1e-5
         if kvfast.active_isa() == "amx" and "int" in self.format.k_dtype + self.format.v_dtype:
@@ -381,7 +381,7 @@ class PagedMachine(RuleBasedStateMachine):
 
 
 class PagedWindowMachine(PagedMachine):
-    """Sequences that give back what is behind a window."""
+    """Sequences that give back the blocks before a window."""
 
     rings = st.tuples(st.integers(1, 150), st.sampled_from([0, 10, 64]), st.sampled_from([0, 5, 20]))
 
@@ -445,7 +445,7 @@ class PagedLatentMachine(PagedMachine):
         return cache.get_latent(layer).reshape(-1, 2, HEADS, DIM).swapaxes(0, 1)
 
     def queries(self, n, group, window):
-        """Of 10, 20 or 30 heads: a pass of vectors, and what a matrix unit takes."""
+        """With 10, 20 or 30 heads: a pass of vectors, and of a matrix unit."""
         return self.rng.standard_normal((n, 10 * group, sum(self.shape[1:]))).astype(np.float32), {"scale": 0.2}
 
     def same(self, first, second):

@@ -420,7 +420,7 @@ def test_bad_input():
 
 
 def test_a_text_that_claims_to_be_endless():
-    """A file tells how many tokens a window has left behind; a table of as many blocks is refused, not made."""
+    """A file tells how many tokens are before a window; a table of as many blocks is refused, not made."""
     ring = Stream(1, 640, layers=2).feed(ring_of(num_sink_tokens=0), 640, 50)
     arrays, more = ring.state_dict(), 1 << 30
     header = json.loads(arrays["header"].tobytes())

@@ -56,7 +56,7 @@ def test_memory_stays_constant_and_prompts_give_theirs_back(rng, dtype):
         ring.advance(n)
 
     run(256)
-    for _ in range(100):  # until the prompt's tokens are no floats any more
+    for _ in range(100):  # until the prompt's tokens are codes
         run(1)
     steady = ring.nbytes
     run(4000)
@@ -216,7 +216,7 @@ def test_bad_input(rng):
 
 @pytest.mark.parametrize("way", ["snapshot", "state", "file"])
 def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path, way):
-    """Those of the first tokens went with their block; another pool has none at all."""
+    """The float rows of the first tokens went with their block; another pool never had them."""
     form = kvfast.KVFormat("int4/int6", num_first_float_tokens=15)
     ring = kvfast.RingKVCache(1, 3, 15, sliding_window=16, rollback=1, dtype=form)
     k, v = rng.standard_normal((2, 82, 3, 15), np.float32)

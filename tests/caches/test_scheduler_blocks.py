@@ -171,7 +171,7 @@ def test_another_shares_its_blocks_and_runs_ahead(rng, name, shared, further):
     ahead.blocks, ahead.length = behind.blocks[:shared], shared * scheduler.size
     for layer in range(LAYERS):
         ahead.cache.append(layer, *prompt[layer][:, : ahead.length])
-    ahead.cache.advance(ahead.length)  # reads the newest tokens as floats, as the one behind does
+    ahead.cache.advance(ahead.length)  # reads the newest tokens as floats, like the shorter one
     if further == 0:  # or else nobody could tell the two apart
         scheduler.step([behind, ahead], [1, 3])
     for n in (36, 1, 1, 80, 1):
@@ -303,7 +303,7 @@ def test_what_a_scheduler_may_not_do(rng):
     tables, slots = scheduler.tables([request], [1])
     refused(scheduler, "needs slot_mapping", tables, None)
     refused(scheduler, "must be slot", tables, slots + 1)
-    refused(scheduler, "-1 behind them", tables, np.append(slots, slots + 1))
+    refused(scheduler, "-1 after them", tables, np.append(slots, slots + 1))
     gap = tables | {"seq_lens": tables["seq_lens"] + 5}
     refused(scheduler, "were written before it", gap, slots + 5)
     sealed = tables | {"seq_lens": np.array([64], np.int32)}

@@ -164,7 +164,7 @@ def test_ring_brings_back_what_it_had_dropped(rng, name):
     assert all(np.array_equal(ring.positions(layer), positions[layer]) for layer in range(LAYERS))
     rollback = RINGS[name].get("rollback", 64)
     if rollback:
-        ring.truncate(150 - rollback)  # the slack behind the window came with it
+        ring.truncate(150 - rollback)  # the slack before the window came with it
 
 
 @pytest.mark.parametrize("dtype", ANY_BLOCK)
@@ -250,7 +250,7 @@ def test_equal_whatever_lies_behind_the_tokens(rng, dtype):
     fill(other, np.random.default_rng(5), 300)
     other.clear()
     other.restore(one.snapshot())
-    fill(other, rng, 10 if seals(dtype) else 100)  # not so many that tokens of `one` lose their float rows
+    fill(other, rng, 10 if seals(dtype) else 100)  # few enough that tokens of `one` keep their float rows
     other.truncate(70 if not seals(dtype) else 100)
     one.truncate(70 if not seals(dtype) else 100)
     assert one.snapshot() == other.snapshot() and stored(one) == stored(other)

@@ -289,7 +289,7 @@ class RingMachine(SnapshotMachine):
         return kvfast.RingKVCache(LAYERS, HEADS, DIM, self.windows, self.num_sink_tokens, rollback=self.rollback, **self.shape)
 
     def check_bytes(self, snapshot, given, length, lost_from):
-        """A snapshot of a ring that came by another way may hold more of what is behind the window."""
+        """A snapshot of a ring that came by another way may hold more of the tokens before the window."""
         assert len(snapshot) == length
         fresh = self.new_cache()
         fresh.restore(snapshot)

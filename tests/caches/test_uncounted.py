@@ -10,7 +10,7 @@ MISSING = r"hold 40 tokens that were never counted .*call advance\(40\).*uncount
 
 
 def opened(kind, rng, counted=30, uncounted=40, dtype="int4"):
-    """A cache with tokens that it counts, and others behind them that it does not."""
+    """A cache with tokens that it counts, and others after them that it does not."""
     cache = fill(make(kind, dtype), rng, counted)
     for layer in range(LAYERS):
         cache.append(layer, *tokens(rng, uncounted))
@@ -143,7 +143,7 @@ def test_latent_rows_are_not_left_out():
 @pytest.mark.parametrize("kind", ["growing", "bounded", "sequence", "ring"])
 @pytest.mark.parametrize("dtype", ["int4", "k4v3", "int8"])
 def test_explain_names_what_stays_float16(kind, dtype, rng):
-    """Where blocks are sealed. The tokens of a step that runs are no slow path."""
+    """Where blocks are sealed. The tokens of a running step are not a slow path."""
     cache = opened(kind, rng, 30, 70, dtype)
     plan = cache.explain(0, 1)
     assert plan.uncounted == 70 and "100 tokens (70 not counted)" in str(plan)

@@ -202,7 +202,7 @@ def test_baseline_file(tmp_path):
 def test_a_file_that_is_no_baseline_is_refused(tmp_path, text):
     path = tmp_path / "baseline.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"baseline\.json is no baseline"):
+    with pytest.raises(ValueError, match=r"baseline\.json is not a baseline"):
         Baseline.load(path)
 
 
@@ -507,7 +507,7 @@ def test_saved_runs_are_compared(tmp_path):
             "no:cacheprovider",
             *options,
         ]
-        # Nothing is measured in a process of pytest-xdist, and this one is none.
+        # Nothing is measured in a process of pytest-xdist; this process must not be one.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         return result.returncode, result.stdout + result.stderr

@@ -41,7 +41,6 @@ def test_info():
     "args",
     [
         ("explode",),
-        ("generate",),
         ("generate", "x", "--max-tokens", "0"),
         ("generate", "x", "--threads", "-1"),
         ("generate", "x", "--seed", "-1"),
@@ -109,11 +108,43 @@ def test_generate_tells_what_the_cache_took(model, dtype, max_tokens, tmp_path):
     tokens, taken = (int(number.replace(",", "")) for number in re.search(r": ([\d,]+) tokens take ([\d,]+) bytes", line).groups())
     assert code == 0 and tokens == len(cache) and taken == cache.nbytes_used
     plain = 2 * 2 * 2 * 12 * 4 * tokens  # K and V, layers, KV heads, head_dim
-    assert f"as bare float32 they take {plain / taken:.2f}x as much, as float16 {plain / 2 / taken:.2f}x" in line
+    assert f"float16 takes {plain / 2 / taken:.2f} times as many, float32 {plain / taken:.2f} times" in line
     longer = f"In a long text {dtype} takes {plain / 2 / tokens / cache.bytes_per_token:.1f}x fewer bytes than float16"
     assert (longer in line) == (plain / 2 < taken and dtype != "float32")
     if (dtype, max_tokens) == ("int4", 5):
         assert plain / 2 < taken
+
+
+def test_generate_reads_a_file(model, tmp_path, monkeypatch):
+    """It prints the end of a long text, and compares attention with float16."""
+    pytest.importorskip("gguf")
+    from kvfast.cli import reading
+
+    monkeypatch.setattr(reading, "COMPARED", 64)
+    monkeypatch.setattr(reading, "CHUNK", 16)
+    path = tmp_path / "long.txt"
+    path.write_text("then the one the other " * 40 + "the end", encoding="utf-8")
+    code, out, err = run_here("generate", "--text", path, "--model", model, "--max-tokens", 6)
+    assert (code, err) == (0, "") and out.startswith("... ") and "the end" in out
+    prompt, cached = (int(number) for number in re.search(r"prefill  (\d+) tokens.*int4: (\d+) tokens", out, re.DOTALL).groups())
+    assert cached == prompt + 5
+    line = rf"^attention int4 .* ms, float16 .* ms for a token after {cached}, on one thread: .* times as fast$"
+    assert re.search(line, out, re.MULTILINE)
+    code, again, _ = run_here("generate", "--text", path, "--model", model, "--max-tokens", 6, "--dtype", "float16")
+    assert code == 0 and "attention" not in again
+    code, _, err = run_here("generate", "the", "--text", path, "--model", model)
+    assert code == 1 and "not both" in err
+
+
+def test_generate_without_a_text_reads_a_novel(model, monkeypatch):
+    pytest.importorskip("gguf")
+    from kvfast.cli import reading
+
+    text = reading.opening_text()
+    assert text.startswith("PRIDE AND PREJUDICE") and 15_000 < len(text) < 30_000 and reading.end_of("short") == "short"
+    code, out, err = run_here("generate", "--model", model, "--max-tokens", 4)
+    assert (code, err) == (0, "") and "\nChapter 4\n" in out
+    assert out.rsplit("\n\n", 1)[0] == run_here("generate", "--model", model, "--max-tokens", 4)[1].rsplit("\n\n", 1)[0]
 
 
 def test_generate_is_repeatable(model):
@@ -205,7 +236,7 @@ def test_generate_with_the_fetched_model():
         pytest.skip(err)
     assert code == 0, err
     assert out.startswith("It is a truth universally acknowledged")
-    assert re.search(r"int8: 2\d tokens take 783,360 bytes, [\d,]+ each; as bare float32 they take 1.\d\dx as much", out)
+    assert re.search(r"int8: 2\d tokens take 783,360 bytes, [\d,]+ each; float16 takes 0.\d\d times as many, float32 1", out)
 
 
 # --- prompts in a store ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ def test_command(model, text, tmp_path):
     args = ("--text", text, "--tokens", 160, "--prompt", 100, "--compress", "int8-plain,hybrid:4,pq:16:4")
     code, out, err = run("eval", "--model", model, *args)
     assert code == 0, err
-    assert "59 predictions behind prompts of 100 tokens" in out
+    assert "59 predictions after prompts of 100 tokens" in out
     rows = [line.split() for line in out.splitlines() if line.strip().startswith(("int8-plain", "hybrid:4", "pq:16:4"))]
     assert [row[0] for row in rows] == ["int8-plain", "hybrid:4", "pq:16:4"]
     plot = tmp_path / "kl.svg"

@@ -209,7 +209,7 @@ class TestCaches:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_every_cache(self, calibration, name, kind):
-        """The same bits whatever the chunks, behind a snapshot, a rollback, a copy and a state; and not those without it."""
+        """The same bits whatever the chunks, and after a snapshot, a rollback, a copy and a state; other bits than without it."""
         form = formats(calibration)[name]
         whole = fill(make(kind, form), np.random.default_rng(12), 150)
         snapshot = whole.snapshot()

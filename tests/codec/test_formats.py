@@ -468,7 +468,7 @@ class TestRefusals:
         assert pool.num_free_blocks == 4
 
 
-# A side that is a float, beside integers that have float rows: always, or until their block is full.
+# A side of floats, and another of integers with float rows: always, or until their block is full.
 HALF_FLOAT = [
     KVFormat(dtype, **options)
     for dtypes, options in [

@@ -126,7 +126,7 @@ def test_bad_input(rng):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_not_finite_where_nothing_is_rotated(rng, value):
-    """Of queries, keys and values alike: what is only split must be finite too."""
+    """Queries, keys and values alike: rows that are only split must be finite too."""
     for part, head in (("queries", 1), ("keys", HEADS), ("values", HEADS + KV_HEADS + 1)):
         qkv = rng.standard_normal((3, (HEADS + 2 * KV_HEADS) * 64)).astype(np.float32)
         qkv[2, 64 * head + 5] = value

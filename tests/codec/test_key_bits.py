@@ -47,7 +47,7 @@ def test_all_readers_agree_on_any_flags(isa, rng, dtype, name, head_dim):
     for queries in (1, 40):
         q = rng.standard_normal((queries, 4, head_dim), np.float32)
         assert relative_error(changed.attend(0, q), attention(q, k, v)[0]) < bound(dtype)
-    again = kvfast.load(given)  # tokens behind the kept ones are encoded with the block's statistics
+    again = kvfast.load(given)  # tokens after the kept ones are encoded with the block's statistics
     again.truncate(100)
     again.append(0, *rng.standard_normal((2, 200, 1, head_dim), np.float32))
     again.advance(200)
@@ -62,7 +62,7 @@ def test_flags_that_change_in_the_memory_of_a_pool(isa, rng, dtype):
         sequence = kvfast.PagedKVCache(*shape, form, buffer=memory).new_sequence()
         sequence.append(0, *rng.standard_normal((2, 256, 1, 64), np.float32))
         sequence.advance(256)
-        scales = memory.reshape(4, -1)[:, codes + 128 : codes + 256].view(np.uint16)  # behind the codes and offsets of keys
+        scales = memory.reshape(4, -1)[:, codes + 128 : codes + 256].view(np.uint16)  # after the codes and offsets of keys
         for _ in range(20):
             before = sequence.k(0)
             scales ^= rng.integers(0, 2, scales.shape).astype(np.uint16) * np.uint16(FLAG)

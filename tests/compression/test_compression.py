@@ -333,7 +333,7 @@ def test_a_copy_is_independent(rng, method):
     ],
 )
 def test_what_is_finished_has_no_tail_of_floats(rng, tokens, method, most):
-    """Of 8 x 512 x 128 by Hybrid INT4 the bases alone take 4.0 bits, and the codes 4.4."""
+    """With Hybrid INT4, the bases of 8 x 512 x 128 alone take 4.0 bits, and the codes 4.4."""
     k, v = rng.standard_normal((2, 8, tokens, 128)).astype(np.float32)
     compressed = KVCacheCompressor(method).compress_kv_3d(k, v)
     assert compressed.bits_per_element < most
@@ -349,7 +349,7 @@ def test_what_is_finished_has_no_tail_of_floats(rng, tokens, method, most):
 
 @pytest.mark.parametrize("tokens", [64, 100, 200, 319, 500])
 def test_an_outlier_is_found_in_a_short_prompt(rng, tokens):
-    """Beside the first tokens, which are kept in any case."""
+    """Besides the first tokens, which are kept in any case."""
     k, v = rng.standard_normal((2, 2, tokens, 32)).astype(np.float32)
     k[:, tokens // 2] *= 30
     compressed = KVCacheCompressor(Hybrid(quant_bits=4)).compress_kv_3d(k, v)

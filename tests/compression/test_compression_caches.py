@@ -136,7 +136,7 @@ def test_prefix(method, dtype, rng):
 
 
 def test_prefix_write(rng):
-    """Positions of rotary angles go on behind the prefix."""
+    """Positions of rotary angles go on after the prefix."""
     turns = np.arange(300)[:, None] * 0.1 ** np.arange(16)
     angles = {"cos": np.cos(turns).astype(np.float32), "sin": np.sin(turns).astype(np.float32)}
     qkv = rng.standard_normal((300, 8 * 32)).astype(np.float32)
@@ -202,7 +202,7 @@ def test_round_trip(method, batch, rng, tmp_path):
     if batch is None:
         cache = kvfast.KVCache(1, 3, 48)
         cache.save(path)
-        with pytest.raises(kvfast.IncompatibleSnapshotError, match="this is no CompressedKV"):
+        with pytest.raises(kvfast.IncompatibleSnapshotError, match="this is not a CompressedKV"):
             CompressedKV.load(path)
 
 

@@ -67,7 +67,7 @@ def test_show_config(capsys):
 
 
 def environment(**more):
-    """Of a process that has this kvfast and this NumPy, and in which both choose their instructions by themselves."""
+    """The environment of a process that has this kvfast and this NumPy, in which both choose their instructions themselves."""
     paths = {Path(kvfast.__file__).parents[1], Path(np.__file__).parents[1]}
     kept = {name: value for name, value in os.environ.items() if name not in ("KVFAST_ISA", "OPENBLAS_CORETYPE")}
     return {**kept, "PYTHONPATH": os.pathsep.join(map(str, paths)), **more}

@@ -29,7 +29,7 @@ def told(plan):
 
 
 def ranges(plan, heads, group, length, n):
-    """(first position, position behind the last) of each pass that reads one KV head: causal, no window."""
+    """(first position, position after the last) of each pass that reads one KV head: causal, no window."""
     for item in plan.items:
         panels = -(-item.num_queries * group // ROWS)
         rows = ROWS * -(-panels // item.row_blocks)
@@ -90,7 +90,7 @@ def test_bytes_of_a_window(window):
 
 @pytest.mark.parametrize("length", [3, 60, 1000, 1030, 5000])
 def test_bytes_of_float_rows(length):
-    """Of int4: the first 4 tokens, and from the last full block that 16 tokens follow on."""
+    """For int4: the first 4 tokens, and all tokens after the last full block that 16 tokens follow."""
     dim, heads = 64, 2
     plan = filled(length, dtype="int4").explain(0, (1, 8, dim), num_splits=1)
     coded = max(0, length - 1 - 16) // 64 * 64
@@ -219,7 +219,7 @@ def test_what_is_refused():
 
 
 def notes(dim, dtype="int8", **options):
-    """Of the best tier, which may not be the best that there is."""
+    """The plan is for the best tier of this machine, which may not be the best that there is."""
     return [note for note in filled(64, dim=dim, dtype=dtype).explain(0, **options).notes if "tier" not in note]
 
 

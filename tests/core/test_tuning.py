@@ -38,7 +38,7 @@ def own_folder(tmp_path, monkeypatch):
 
 
 def calls(form):
-    """Of caches in one block and in many, with one query and several, and 1 to 6 query rows; and of a ring."""
+    """For caches in one block and in many, with one query and several, and 1 to 6 query rows; and for a ring."""
     rng = np.random.default_rng(0)
     few_rows = [(length, heads, 128, 1) for length, heads in ((333, 2), (210, 4), (77, 6), (130, 8))]
     for length, heads, dim, queries in ((5, 2, 20, 3), (700, 12, 64, 1), (1300, 4, 128, 3), *few_rows):
@@ -68,7 +68,7 @@ def test_the_same_bits_whatever_is_chosen(isa, form):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("rows", [3, 4, 8])
 def test_the_same_bits_of_pages(isa, form, dim, rows, rng):
-    """Of blocks of 16 tokens."""
+    """For blocks of 16 tokens."""
     cache = kvfast.PagedKVCache(1, 2, dim, 20, 16, dtype=form)
     sequence = cache.new_sequence()
     sequence.append(0, *rng.standard_normal((2, 99, 2, dim), np.float32))
@@ -173,7 +173,7 @@ def test_the_variable_is_a_file(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"has nothing for {tuning.processor()}; it has Other-1-2"):
         tuning.choose()
     path.write_text("{")
-    with pytest.raises(ValueError, match="no file of python -m kvfast tune"):
+    with pytest.raises(ValueError, match="not a file of python -m kvfast tune"):
         tuning.choose()
 
 
@@ -201,7 +201,7 @@ def test_what_is_kept_is_found():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("nonsense", "is no file of python -m kvfast tune"),
+        ("nonsense", "is not a file of python -m kvfast tune"),
         ("[]", 'must have "version": 1 and "processors"'),
         ('{"version": 2, "processors": {}}', 'must have "version": 1'),
         ('{"version": 1, "processors": {"%s": 5}}', "must have the names prefetch_level, "),

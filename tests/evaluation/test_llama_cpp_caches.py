@@ -23,7 +23,7 @@ STANDS_FOR = {0: "float32", 8: "int8", 2: "int4"}  # by ggml's numbers
 
 
 class FakeBindings:
-    """llama-cpp-python's functions, with kvfast behind them: f32, q8_0 and q4_0 stand for float32 and plain int8 and int4."""
+    """llama-cpp-python's functions, which call kvfast: f32, q8_0 and q4_0 stand for float32 and plain int8 and int4."""
 
     LLAMA_FTYPE_ALL_F32 = 0
 

@@ -88,7 +88,7 @@ def test_comes_back_as_it_was(rng, path, kind, dtype, n, mmap):
 
 
 def test_threads_write_and_read_the_same(path, rng, mmap, kind, monkeypatch):
-    """Of a file with few bytes, one thread does all the work."""
+    """One thread does all the work of a file with few bytes."""
     cache = fill(make(kind), rng, 200)
     data = saved(cache, path)
     assert len(data) < cache_file.FEW_BYTES
@@ -281,7 +281,7 @@ def test_mapped_bytes_are_counted_once(path, rng):
     cache = fill(make("ring of two windows"), rng, 200)
     size = len(saved(cache, path))
     loaded = kvfast.load(path, mmap=True)
-    # The blocks that are not full are in memory: one of each window, and seven beside it for the next tokens; and 128
+    # The blocks that are not full are in memory: one of each window, and seven more for the next tokens; and 128
     # float rows of each.
     floats = LAYERS * 128 * HEADS * 32 * 2 * 2
     assert loaded.nbytes <= size + 8 * loaded.block_size * loaded.bytes_per_token + floats
@@ -377,7 +377,7 @@ def test_digest_protects_the_header(path, mmap):
     header, body = parts(data)
     header["__metadata__"]["kvfast"] = json.dumps(fields(data) | {"metadata": {"a": "b"}})
     refused(joined(header, body), path, mmap, kvfast.CorruptFileError, "the header is damaged: its checksum is wrong")
-    path.write_bytes(with_fields(data, metadata={"a": "b"}))  # the digest is no secret, and these helpers do what they should
+    path.write_bytes(with_fields(data, metadata={"a": "b"}))  # the digest is not a secret, and these helpers do what they should
     assert kvfast.Snapshot.load(path, mmap=mmap).metadata == {"a": "b"} and stored(kvfast.load(path)) == stored(cache)
     for name in ("kvfast", "checksums", "digest"):
         one = {"__metadata__": {key: text for key, text in header["__metadata__"].items() if key != name}}

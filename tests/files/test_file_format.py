@@ -155,7 +155,7 @@ def written(tmp_path_factory):
 def read(path):
     """Tensors by their names, and the metadata."""
     with safetensors.safe_open(path, "np") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118  (it is no dict)
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118  (it is not a dict)
 
 
 def compressed(method, batch=False):

@@ -149,7 +149,7 @@ class World:
 
 
 def decoded(cache, layer):
-    """The rows of a layer; or why it has none: the largest floats may be too large once they are rotated back."""
+    """The rows of a layer; or why it does not have them: the largest floats may be too large once they are rotated back."""
     try:
         return [np.array(side).tobytes() for side in cache._decoded(layer)]
     except kvfast.NonFiniteInputError as error:
@@ -253,7 +253,7 @@ def perform(world, name, function, owner, outcomes, log):
         if kind == "protocol":
             allowed = (*allowed, AttributeError)  # not every object can do all
         if not isinstance(error, allowed):
-            raise Broken(f"{type(error).__name__} is no error of kvfast: {error}") from error
+            raise Broken(f"{type(error).__name__} is not an error of kvfast: {error}") from error
         if not str(error) and not isinstance(error, MemoryError) and "Misfit" not in repr(given):
             raise Broken(f"{type(error).__name__} without a text") from error
         outcomes[type(error).__name__] += 1
@@ -299,7 +299,7 @@ def weight(name):
 
 
 def episode(seed, number, calls=CALLS):
-    """Make so many calls on a new world; how many came to which end."""
+    """Make `calls` calls on a new world; how many came to which end."""
     rng = random.Random(f"{seed} {number}")
     outcomes, log, names = collections.Counter(), collections.deque(maxlen=8), list(NAMES)
     weights = [weight(name) for name in names]
@@ -335,7 +335,7 @@ def short(value):
 
 
 def fuzz(calls, seed, seconds=float("inf"), progress=None):
-    """Episodes until so many calls were made, or so much time has passed; `progress` is called before and after each."""
+    """Episodes until `calls` calls were made, or `seconds` have passed; `progress` is called before and after each."""
     outcomes, number, start = collections.Counter(), 0, time.perf_counter()
     while outcomes.total() < calls and time.perf_counter() - start < seconds:
         if progress is not None:
@@ -389,7 +389,7 @@ def main():
     parser.add_argument("--calls", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so long, however many calls that is")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0, help="of the first process; the others have those behind it")
+    parser.add_argument("--seed", type=int, default=0, help="of the first process; the others have the next numbers")
     parser.add_argument("--episode", type=int, help="run this one alone")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -354,7 +354,7 @@ def check(data, goods, is_signed, mmap, path):
 
 
 def fuzz(count, seed, report=False):
-    """Check so many files; the number of each outcome."""
+    """Check `count` files; the number of each outcome."""
     outcomes, slowest = collections.Counter(), 0.0
     shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=shared) as folder:
@@ -369,7 +369,7 @@ def fuzz(count, seed, report=False):
                 signal.alarm(SECONDS)  # ends the process: a hang inside the library cannot be interrupted otherwise
             try:
                 outcome = check(data, goods, is_signed, mmap, path)
-            except BaseException:  # a panic of the library is no Exception
+            except BaseException:  # a panic of the library is not an Exception
                 keep = Path(tempfile.gettempdir(), f"kvfast-fuzz-{seed}-{number}")
                 keep.write_bytes(data)
                 print(f"file {number} of seed {seed}, mmap={mmap}, signed={is_signed}: {keep}", file=sys.stderr)

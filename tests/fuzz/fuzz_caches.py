@@ -4,7 +4,7 @@
 
 A case is a small world of caches of one kind, of random shapes and storage formats, and a history: tokens come in any
 steps, are attended to with any options, taken back, and written again; sequences are copied, forked, freed, restored and
-loaded. Beside it stands what was given. Rows must be within what their format promises, whatever was done since, and
+loaded. Rows are compared with the given ones: they must be within what their format promises, whatever was done since, and
 attention within the contract of exact attention over the rows that the cache shows, and over those that it was given. Calls
 that must be refused come in between, and leave no trace. Other cases are of caches that must have the bits of others, of
 schedulers, splices, tenants, secrets, and forged files. Each case runs on one of the tiers of this machine.
@@ -63,7 +63,7 @@ WORLDS = {
 LATER = {Twins: 8, PreparedWorld: 5, TenantsWorld: 6, SecretWorld: 1, SplicedWorld: 4, ForgedWorld: 10}
 SHARE = 0.4
 
-# Seconds of processors for a case: a busy machine is no finding. Denormals take a hundred times as long as other numbers, and
+# Seconds of processors for a case: a busy machine is not a finding. Denormals take a hundred times as long as other numbers, and
 # rows of 511 of them that are rotated, all in all, 50 seconds.
 SECONDS = 150
 ASLEEP = 600  # seconds of the clock for a case that computes nothing
@@ -86,7 +86,7 @@ class Case:
 
     def __init__(self, seed, number, loud=False):
         self.rng, self.number, self.loud = np.random.default_rng([seed, number]), number, loud
-        # Of choices that came later: the others stay what they were.
+        # For choices that came later, so that the others stay the same.
         self.later, self.widths, self.newest = (np.random.default_rng([seed, number, i]) for i in (1, 2, 3))
         self.calls, self.log = 0, []
 
@@ -143,7 +143,7 @@ class Report:
         self.findings[signature] = (*first[:2], known[2] + count, first[3])
 
     def merge(self, fields, later):
-        """What another process found, which began so many seconds later."""
+        """What another process found, which began `later` seconds later."""
         self.cases, self.calls = self.cases + fields["cases"], self.calls + fields["calls"]
         self.tiers.update(fields["tiers"])
         self.worlds.update(fields["worlds"])
@@ -169,7 +169,7 @@ class Report:
 
 def run_child(path, options):
     """Cases first, first + step, ... until time or cases are over. What came of it is in a file, also if this process ends
-    in the middle: beside it the number of the case that runs now."""
+    in the middle: a second file has the number of the case that runs now."""
     faulthandler.enable()
     report, start, saved = Report(), time.perf_counter(), 0.0
     now = os.open(f"{path}.now", os.O_CREAT | os.O_WRONLY)
@@ -254,7 +254,7 @@ def run(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--cases", type=int, default=1 << 40, help="end after so many")
+    parser.add_argument("--cases", type=int, default=1 << 40, help="end after this number of cases")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="run this one alone, and tell what it does")

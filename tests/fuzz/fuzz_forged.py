@@ -254,7 +254,7 @@ class ForgedWorld:
         except kvfast.NonFiniteInputError:
             return None
         except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            # Of a ring, whose length may be forged; of blocks that were mapped, and are read now.
+            # Errors of a ring, whose length may be forged, and of mapped blocks that are read now.
             if "go back" in str(error) or "dropped" in str(error) or self.is_mapped and isinstance(error, REFUSED):
                 return None
             raise Finding(f"a forged value was taken in, and {name} fails", f"{type(error).__name__}: {error}") from error

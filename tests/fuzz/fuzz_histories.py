@@ -1,4 +1,4 @@
-"""What `fuzz_caches` does to caches: it keeps what was given beside what the cache tells of it, and holds them to each other."""
+"""What `fuzz_caches` does to caches: it keeps the rows that were given, and compares the cache's answers with them."""
 
 import os
 import tempfile
@@ -86,7 +86,7 @@ class Track:
         side = self.sides[layer][values]
         given = self.rows[layer][values][positions]
         spans = self.spans_of(layer, positions) if side.per_channel or side.centred else np.zeros(1)
-        gaps = np.flatnonzero(np.diff(positions) > 1)  # sink tokens have codes alone once blocks behind them are gone
+        gaps = np.flatnonzero(np.diff(positions) > 1)  # sink tokens have codes alone once blocks after them are gone
         lossy = max(self.lossy, positions[gaps[-1] + 1]) if len(gaps) else self.lossy
         side.check(got, given, positions, spans, lossy, f"{'values' if values else 'keys'} of {where}")
         self._check_seen(layer, values, got, positions, where)

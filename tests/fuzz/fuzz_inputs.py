@@ -43,7 +43,7 @@ def random_dim(rng):
 
 
 def random_dims(case):
-    """Of keys and of values, which mostly have one width."""
+    """Widths of keys and of values, mostly the same."""
     dim = random_dim(case.rng)
     return dim, random_dim(case.widths) if often(case.widths, 0.3) else dim
 

@@ -11,9 +11,9 @@ import numpy as np
 
 INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
 NOTHING = 1e-28  # queries and values below may count as nothing
-HALF = 2.0**-11  # float16 rounds by so much of a number, bfloat16 by so much:
+HALF = 2.0**-11  # share of a number by which float16 rounds it, and bfloat16:
 BRAIN = 2.0**-8
-# Of packed and Gaussian codes, half of the widest gap between levels, relative to the largest element. Their scale is the one
+# Half of the widest gap between levels of packed and Gaussian codes, relative to the largest element. Their scale is the one
 # of least squared error among several of which one clips nothing, so this bounds the root mean square of a row.
 GAPS = {
     ("int4", "uniform"): 0.5 / 7,
@@ -25,7 +25,7 @@ GAPS = {
 
 
 def open_tokens(form):
-    """For so many tokens more the tokens of a full block stay floats."""
+    """Tokens that follow a full block before its own are read as codes."""
     return max(16, form.num_recent_float_tokens) if form.seals else 0
 
 
@@ -38,7 +38,7 @@ class Finding(AssertionError):
 
 
 def norms(rows, keepdims=False):
-    """Of the last axis; numpy.linalg.norm takes three times as long."""
+    """Norms over the last axis; numpy.linalg.norm takes three times as long."""
     squares = np.sqrt(np.einsum("...i,...i", rows, rows))
     return squares[..., None] if keepdims else squares
 
@@ -224,7 +224,7 @@ def exact_attention(
     spread = (weight * sizes[:, :, None] ** 2).sum(-1) + (weight.sum(-1) - 2) * square
     lse = top + np.log(total)
     # The norm of the output, which is at least what it were if values had nothing to do with each other; where they nearly
-    # cancel, so that it is less than half of that, their mean norm. What weighs less than a ten-thousandth of all, beside values near 0, need not be as precise.
+    # cancel, so that it is less than half of that, their mean norm. What weighs less than a ten-thousandth of all, next to values near 0, need not be as precise.
     weighted, norm = weight * sizes[:, :, None], np.sqrt(square)
     apart = norms(weighted)
     norm = np.where(norm < 0.5 * apart, weighted.sum(-1), np.maximum(norm, apart))

@@ -1,4 +1,4 @@
-"""What `fuzz_caches` does to all that is no cache of whole sequences: heads, plain arrays, compressed tokens."""
+"""What `fuzz_caches` does to everything but caches of whole sequences: heads, plain arrays, compressed tokens."""
 
 import numpy as np
 from fuzz_histories import World

@@ -320,7 +320,7 @@ class SchedulerWorld(PoolWorld):
             self.verify_inputs(held, layer, exact_q[i : i + 1], part, options)
 
     def verify_inputs(self, held, layer, q, got, options):
-        """There is no k() here: floats are held to what they must be, codes to what another cache has of the same rows."""
+        """k() is missing here: floats are held to what they must be, codes to what another cache has of the same rows."""
         cache = kvfast.KVCache(1, self.heads, self.dims[0], dtype=[self.formats[layer]], v_head_dim=self.dims[1])
         cache.append(0, *held.track.rows[layer])
         held.cache = _Shown(cache, layer)

@@ -135,7 +135,7 @@ class SecretWorld:
 
 
 def count(needles):
-    """How often each of some bytes stand in the memory of this process, beside themselves."""
+    """How often each of some bytes stand in the memory of this process, apart from the needles themselves."""
     found, longest = [0] * len(needles), max(map(len, needles))
     buffer = bytearray(PIECE)
     places = [np.frombuffer(one, np.uint8).ctypes.data for one in (buffer, *needles)]

@@ -1,4 +1,4 @@
-"""Caches put together from chunks for `fuzz_caches`: documents one behind another, some of whose tokens are computed again."""
+"""Caches put together from chunks for `fuzz_caches`: documents one after another, some of whose tokens are computed again."""
 
 import contextlib
 
@@ -124,7 +124,7 @@ class SplicedWorld(SingleWorld):
     def check_alone(self, cache, layer, q, got, options, at):
         """A query has the bits that it has alone, where it stands."""
         alone = cache.fork()
-        # Formats that seal show floats again where tokens behind them are gone; queries that look ahead see other tokens.
+        # Formats that seal show floats again where tokens after them are gone; queries that look ahead see other tokens.
         if self.formats[layer].seals or not options.get("causal", True):
             at = len(q) - 1
         alone.truncate(len(cache) - len(q) + 1 + at)

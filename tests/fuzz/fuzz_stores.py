@@ -15,7 +15,7 @@ MOST_TENANTS = 4
 
 
 def longer_prompt(world, held, rng):
-    """A prompt that was saved is found whole by every prompt that goes on behind it."""
+    """A prompt that was saved is found whole by every prompt that continues it."""
     cache, length = held.cache, held.track.length
     ids, found = np.arange(length), []
     world.case.calls += 3
@@ -29,7 +29,7 @@ def longer_prompt(world, held, rng):
     if found[0][0] != length:
         raise Finding("a saved prompt is not found", f"{found[0][0]} of {length} tokens")
     if found[1][0] != length:
-        raise Finding("a saved prompt is not found for a longer one", f"{found[1][0]} of {length} tokens, {more} behind them")
+        raise Finding("a saved prompt is not found for a longer one", f"{found[1][0]} of {length} tokens, {more} after them")
     for layer in range(cache.num_layers):
         with contextlib.suppress(kvfast.NonFiniteInputError):
             one, other = (world.decoded(new, layer) for _, new in found)

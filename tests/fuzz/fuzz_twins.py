@@ -1,4 +1,4 @@
-"""One history twice for `fuzz_caches`: what is done beside a cache changes no bit of it."""
+"""One history twice for `fuzz_caches`: what happens to other caches changes no bit of a cache."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from fuzz_worlds import LatentWorld, RingWorld, SingleWorld
 
 import kvfast
 
-MOST_ALIKE = 16  # so many queries have the bits that each of them has alone
+MOST_ALIKE = 16  # up to this number of queries have the bits that each of them has alone
 
 
 class Twins:
@@ -46,7 +46,7 @@ class Twins:
             for _ in range(int(rng.integers(1, 3))):
                 self.disturb()
             if self.seen(self.alone.cache) != self.seen(self.busy.cache):
-                raise Finding(f"bits depend on what is beside a cache | {self.world.name}", self.difference())
+                raise Finding(f"bits depend on other caches | {self.world.name}", self.difference())
 
     def step(self, source):
         rng, alone, length = self.rng, self.alone.cache, len(self.alone.cache)
@@ -114,7 +114,7 @@ class Twins:
             raise Finding(f"several queries have other bits than one | {world.name}")
 
     def disturb(self):
-        """Something beside the busy cache."""
+        """Do something to another cache than the busy one."""
         rng, world, cache = self.rng, self.world, self.busy.cache
         way = str(one_of(rng, ["fork", "fork", "fork", "fork", "fork", "snapshot", "copy", "state", "refuse", "forget"]))
         self.case.note(way)

@@ -55,6 +55,6 @@ def test_what_no_call_may_do_is_found(monkeypatch, break_it):
         monkeypatch.setattr(kvfast.KVCache, name, function)
     monkeypatch.setitem(fuzz_api.NAMES, "KVCache.append", (broken_append, "KVCache"))
     monkeypatch.setitem(fuzz_api.NAMES, "KVCache.attend", (broken_attend, "KVCache"))
-    told = {"error": "is no error of kvfast", "state": "not as it was", "finite": "not finite"}[break_it]
+    told = {"error": "is not an error of kvfast", "state": "not as it was", "finite": "not finite"}[break_it]
     with pytest.raises(fuzz_api.Broken, match=told):
         fuzz_api.fuzz(20_000, 3)

@@ -69,7 +69,7 @@ def read_only(a, _):
 
 
 def sliding(a, _):
-    """Each token one element behind the one before."""
+    """Each token begins one element after the token before it."""
     copy = a.copy()  # whose strides stay in its memory, where those of `a` may not
     return as_strided(copy, a.shape, (a.itemsize, *copy.strides[1:]), writeable=False)
 
@@ -509,7 +509,7 @@ ARRAYS = {
     "frequencies",
 }
 UNTRIED = {"Sequence.from_state_dict", "MLASequence.from_state_dict"}
-# Arrays that may be bfloat16: rows of tokens, and what models keep beside them.
+# Arrays that may be bfloat16: rows of tokens, and other arrays that models keep.
 ROWS = {
     "q",
     "k",

@@ -205,7 +205,7 @@ def test_the_smallest_and_the_largest_head(isa, rng, dtype, head_dim):
 
 
 def test_rotation_and_norm_beyond_float32_are_refused(isa):
-    """Of what is split, and of what is stored, before anything is."""
+    """Rows to split and rows to store are refused before any is written."""
     large = np.full((2, 3 * 16), 3e38, np.float32)
     turn = np.ones((2, 8), np.float32)
     for options in ({"cos": turn, "sin": -turn}, {"q_norm": np.ones(16, np.float32)}):

@@ -242,7 +242,7 @@ def test_sizes_that_no_memory_has(size):
 
 @pytest.mark.parametrize("size", HUGE)
 def test_counts_beyond_all_bounds(rng, size):
-    """Of tokens, splits, windows and threads: refused, or no more than what there is."""
+    """Tokens, splits, windows and threads: refused, or cut to what there is."""
     cache = fill(make("growing"), rng, 40)
     pool = kvfast.PagedKVCache(1, 2, 20, num_blocks=4)
     q = np.ones((1, 4, 20), np.float32)

@@ -21,7 +21,7 @@ SECONDS = 60  # for a child, that takes one
 
 
 def num_threads_of(cache):
-    """Threads of OpenMP that exist beside Python's, once a call has had two."""
+    """Threads of OpenMP that exist besides Python's, once a call has had two."""
     cache.attend(0, queries(), num_threads=2)
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 

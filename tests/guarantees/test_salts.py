@@ -128,7 +128,7 @@ def test_what_comes_from_a_snapshot(name, way):
 
 
 def test_a_sequence_with_a_salt_keeps_it():
-    """Whatever is restored to it: what goes on behind is its own."""
+    """Whatever is restored to it: what follows is its own."""
     pool = pool_of()
     theirs, plain = (compute(pool_of().match_prefix(IDS, salt), IDS).snapshot() for salt in (BOB, b""))
     for snapshot in (theirs, plain):

@@ -189,7 +189,7 @@ def test_a_sequence_that_is_forgotten_leaves_nothing(pool, rng):
 
 
 def test_truncated_tokens_are_zero(pool, rng):
-    """Also those of the block that stays, behind the last token."""
+    """Also the tokens of the remaining block after the last token."""
     sequence = fill(pool.new_sequence(), rng, 100)
     sequence.append(0, *tokens(rng, 5))
     sequence.truncate(70)
@@ -203,7 +203,7 @@ def test_truncated_tokens_are_zero(pool, rng):
 
 
 def test_a_copied_block_takes_over_only_what_is_kept(pool, rng):
-    """A snapshot keeps the block as it was; who goes back and writes gets a copy without the tokens behind."""
+    """A snapshot keeps the block as it was; who goes back and writes gets a copy without the later tokens."""
     if pool.format.seals:
         pytest.skip("blocks that are encoded as a whole have no codes of single tokens")
     sequence = fill(pool.new_sequence(), rng, 30)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# Python itself runs with so much on every system that the tests have met.
+# Python itself runs with this on every system that the tests have met.
 SMALL = 64 << 10
 
 # The widest rows, which need most working memory; one query, a few, and many. `num_threads` decides whose stacks work.

@@ -52,8 +52,8 @@ CRAFTED = {
     "as many tensors as fit": head(100_000, 0) + b"".join(text(b"%06d" % i) + struct.pack("<IQIQ", 1, 0, 0, 0) for i in range(100_000)),
     "2**32 - 1 dimensions": head(1, 0) + text(b"t") + struct.pack("<I", (1 << 32) - 1) + ROOM,
     "dimensions whose product wraps": head(1, 0) + text(b"t") + struct.pack("<IQQIQ", 2, 1 << 32, 1 << 32, 0, 0) + ROOM,
-    "a tensor behind the end": head(1, 0) + text(b"t") + struct.pack("<IQIQ", 1, 1 << 40, 0, 0) + ROOM,
-    "a tensor that begins behind the end": head(1, 0) + text(b"t") + struct.pack("<IQIQ", 1, 8, 0, (1 << 64) - 64) + ROOM,
+    "a tensor after the end": head(1, 0) + text(b"t") + struct.pack("<IQIQ", 1, 1 << 40, 0, 0) + ROOM,
+    "a tensor that begins after the end": head(1, 0) + text(b"t") + struct.pack("<IQIQ", 1, 8, 0, (1 << 64) - 64) + ROOM,
 }
 
 

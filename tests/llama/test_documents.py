@@ -34,7 +34,7 @@ def test_a_document_computed_again_as_a_whole_is_what_it_is_in_its_place(tiny_mo
 
 
 def test_one_document_is_not_changed_by_its_place(tiny_model):
-    """Alone behind nothing, at another place in the sequence: the answers are those of the unmoved one."""
+    """Alone, at another place in the sequence: the answers are those of the unmoved one."""
     model, _ = tiny_model
     tokens, text = drawn(model, 60, 1), drawn(model, 8, 2)
     document = llama.compute_document(model, [*drawn(model, 40, 3), *tokens], dtype="float32")
@@ -77,7 +77,7 @@ def test_generation_goes_on_beyond_its_cache(tiny_model, dtype, drafts):
 
 
 def test_the_text_behind_a_shift_is_that_of_the_tokens_that_are_left(tiny_model):
-    """Of the first layer nothing but positions changes: its keys and values, computed anew, are those that moved."""
+    """In the first layer only positions change: keys and values that are computed again are those that moved."""
     model, _ = tiny_model
     tokens, cache, anew = drawn(model, 60, 5), new_cache(model), new_cache(model)
     model.prefill(tokens, cache)

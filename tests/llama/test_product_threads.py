@@ -1,4 +1,4 @@
-"""Products of a model beside processes that need the processors too."""
+"""Products of a model while other processes need the processors too."""
 
 import subprocess
 import sys

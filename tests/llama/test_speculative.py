@@ -486,7 +486,7 @@ def test_a_failure_leaves_the_cache_at_what_was_yielded(tiny_model, monkeypatch,
 
 
 def repeating_prompts(tokenizer, count):
-    """Passages of a text, each with its first words behind it."""
+    """Passages of a text, each with its first words again at its end."""
     tokens = tokenizer.encode(TEXT)
     return [[*tokens[start : start + 60], *tokens[start : start + 6]] for start in range(0, 13 * count, 13)]
 

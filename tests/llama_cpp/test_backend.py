@@ -124,7 +124,7 @@ def test_streams(cpu, backend, queries):
 @pytest.mark.parametrize("queries", [1, 16])
 @pytest.mark.parametrize("loud", [40, 300, 3000])
 def test_one_loud_element_of_values_beside_full_rows(cpu, backend, storage, queries, loud):
-    """It takes the range of a tile's weights and leaves few bits to the others, whose rounding is large beside the output."""
+    """It takes the range of a tile's weights and leaves few bits to the others, whose rounding error is large next to the output."""
     rng = np.random.default_rng(14)
     q, k, v = tensors(rng, queries=queries, kv_heads=1, tokens=160, dim=512)
     v[:] = rng.choice([-1.0, 1.0], v.shape)

@@ -84,7 +84,7 @@ def test_known_ranges(rng):
     assert k8v4.k_error == rotated.k_error and 0.03 < k8v4.v_error < int4.v_error
     assert 0.03 < best.k_error < int4.k_error and 0.03 < best.v_error < int4.v_error
     assert 8 < rotated.bits_per_element < 9 and 6 < k8v4.bits_per_element < 7
-    # Of 256 tokens 64 and the first have float rows, too.
+    # 64 of 256 tokens, and the first ones, have float rows, too.
     assert 4 + 16 * 80 / 256 <= best.bits_per_element < 4.5 + 16 * 80 / 256
     for name in ("k_error", "v_error", "output_error", "kl"):
         errors = [getattr(one, name) for one in (half, bfloat, int8, int4)]

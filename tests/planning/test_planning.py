@@ -38,7 +38,7 @@ def of_heads(heads=2, dim=64, layers=2, **more):
 
 
 def most_of(cache, tokens, heads=2, dim=64, step=16):
-    """The most bytes that a cache takes on its way to so many tokens; those that are floats are given back on it."""
+    """The most bytes that a cache takes on its way to `tokens` tokens; those that are floats are given back on it."""
     rows, most = np.ones((step, heads, dim), np.float32), 0
     while len(cache) < tokens:
         n = min(step, tokens - len(cache))
@@ -50,7 +50,7 @@ def most_of(cache, tokens, heads=2, dim=64, step=16):
 
 
 def filled(cache, tokens, heads=2, dim=64, step=16):
-    """The cache with so many tokens."""
+    """The cache with `tokens` tokens."""
     most_of(cache, tokens, heads, dim, step)
     return cache
 
@@ -113,7 +113,7 @@ def test_latent_rows_are_those_of_their_cache():
         "int2",
         "int8-recent",
         "k8v4-recent",
-    }  # no floats beside them
+    }  # without floats
     for one in planned.dtypes:
         cache = kvfast.MLAKVCache(2, 512, 64, 300, dtype=one.dtype)
         assert (one.cache, one.bytes_per_token, one.bytes_per_sequence) == ("MLAKVCache", cache.bytes_per_token, cache.nbytes)
@@ -575,7 +575,7 @@ def test_the_command_needs_numpy_alone(tmp_path):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *OTHERS], ids=str)
 def test_a_prompt_takes_what_is_planned_and_gives_it_back(dtype):
-    """Of a whole prompt in one append the peak is told; after it nothing is left of that, whatever the steps are."""
+    """A whole prompt in one append has the peak that is told, and gives it back, whatever the steps are."""
     context = 2000
     planned = kvfast.plan(of_heads(), context=context, dtype=dtype, **QUIET).dtypes[0]
     rows = np.ones((context, 2, 64), np.float32)

@@ -184,7 +184,7 @@ def test_any_history_equals_computing(kind, dtype, data):
             assert same_codes(computed, cache)
         elif kind in ("growing", "sequence"):
             assert computed.snapshot() == cache.snapshot()
-        else:  # a ring that was taken back may hold fewer tokens behind its window
+        else:  # a ring that was taken back may hold fewer tokens before its window
             assert same_rows(computed, cache)
         prompts.save(cache, tokens)
         for key in list(store.values):

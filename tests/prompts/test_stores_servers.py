@@ -63,7 +63,7 @@ def test_refused():
 
 @pytest.mark.parametrize("manner", ["half-open", "dripping", "delayed"])
 def test_a_slow_server_costs_the_time_limit(server, manner):
-    """Of each call; also if each byte comes in time, but not the answer."""
+    """Each call ends in time, also if each byte comes in time, but not the answer."""
     with Proxy(server.port) as proxy:
         store = store_at(proxy.port)
         assert store.put(key(1), b"1" * 10_000)
@@ -130,7 +130,7 @@ def test_cancel_ends_the_calls_of_other_threads(server):
 
 
 def test_a_server_that_was_started_again_is_empty(server):
-    """Connections of before are no failure."""
+    """Old connections are not a failure."""
     store = store_at(server.port, 5)
     assert store.put(key(1), b"1") and read(store.get_many([key(1)])) == [b"1"]
     server.kill()

@@ -59,7 +59,7 @@ def decide(**environment):
 
 @pytest.fixture
 def compiler(tmp_path):
-    """Of scripts that stand for a compiler: one that succeeds, and one that fails where it sees -fopenmp."""
+    """Scripts that stand for a compiler: one that succeeds, and one that fails where it sees -fopenmp."""
 
     def script(name, body):
         path = tmp_path / name

@@ -23,6 +23,7 @@ SPHINX = ("sphinx", "myst_parser", "numpydoc", "furo")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "FINDINGS.md"]
 PAGES += sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 WHEEL = ("wheel", "--no-deps", "--wheel-dir", "dist", "dist/kvfast-*.whl")  # how one is built and installed
+PYTORCH = ("torch", "--index-url", "https://download.pytorch.org/whl/cpu")  # its builds for CPUs
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 # What the public names take and return, by where it is.
 IN_MODULES = {
@@ -131,7 +132,7 @@ def check_pip(args):
         if found := re.fullmatch(r"\.\[([\w,-]+)\]", arg):
             assert set(found[1].split(",")) <= set(extras)
         else:
-            assert arg in ("install", "-e", ".", "cython", "numpy", "setuptools", *WHEEL)
+            assert arg in ("install", "-e", ".", "cython", "numpy", "setuptools", *WHEEL, *PYTORCH)
 
 
 def check_command(words):
@@ -282,7 +283,7 @@ def test_a_package_without_words_is_not_left_out_of_the_picture(docs_script, mon
 
 @pytest.mark.parametrize("page", ["#ffffff", "#0d1117", "#131416"], ids=["white", "GitHub, dark", "the site, dark"])
 def test_pictures_can_be_read_on_any_page(page, docs_script):
-    """Nothing is painted behind them, and the contrast is what WCAG asks of graphics, of text a little more."""
+    """They have no background, and the contrast that WCAG asks of graphics; text has a little more."""
     pytest.importorskip("matplotlib")
     for path in docs_script("pictures").FOLDER.glob("*.svg"):
         seen = 0
@@ -302,7 +303,7 @@ def contrast(first, second):
 
 
 def luminance(colour):
-    """Of #rrggbb: WCAG 2's relative luminance."""
+    """WCAG 2's relative luminance of #rrggbb."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -61,7 +61,7 @@ def test_attention_is_exact_on_what_is_stored(isa, rng, kind, name):
         k, v = cache.k(layer), cache.v(layer)
         assert k.shape[1:] == (HEADS, dim) and v.shape[1:] == (HEADS, v_dim)
         window = {"sliding_window": 90, "num_sink_tokens": 5} if len(k) < 230 else {}
-        # Of a ring the last queries alone: what is not shown is not to be had from outside.
+        # A ring gets the last queries alone: its older tokens cannot be had from outside.
         for n, splits in ((1, 0), (1, 2)) if window else ((1, 0), (3, 2), (17, 0)):
             out, lse = cache.attend(layer, q[:n], num_splits=splits, return_lse=True)
             expected, expected_lse = attention(q[:n], k, v)

@@ -12,7 +12,7 @@ PLAIN = ["float32", "float16", "bfloat16", "int8-plain", "int4-plain"]
 CENTRED = kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", centring=True, block_size=32)
 PACKED = kvfast.KVFormat("int5/int3", rotation="kv", codebook="gaussian")
 DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED, PACKED]
-# Of those, the ones whose blocks may have any size, as no block is encoded as a whole.
+# Formats whose blocks may have any size, as no block is encoded as a whole.
 ANY_BLOCK = [dtype for dtype in DTYPES if not kvfast.KVFormat.of(dtype).seals]
 # Those that seal blocks, with every block, codebook and kind of value; and those that do not.
 SEALING = {
@@ -66,7 +66,7 @@ RINGS = {
 }
 KINDS = ["growing", "bounded", "sequence", "sequence with window", *RINGS]
 ALONE = {"sequence": kvfast.KVCache, "sequence with window": kvfast.RingKVCache}  # what has the same tokens to itself
-# Of `make(..., long=True)`: (window of the first layer, of the others).
+# For `make(..., long=True)`: (window of the first layer, of the others).
 LONG_RINGS = {"ring": (90, 90), "wide ring": (2000, 2000), "ring and whole layer": (90, None)}
 LONG_KINDS = ["growing", "bounded", "sequence", "sequence with window", *LONG_RINGS]
 
@@ -153,7 +153,7 @@ class Stream:
 
 
 def fill(cache, rng, n):
-    """The cache, with so many complete tokens more."""
+    """The cache, with more complete tokens."""
     if n:
         for layer in range(LAYERS):
             cache.append(layer, *tokens(rng, n))

@@ -19,7 +19,7 @@ METHODS = [
 
 
 def correlated(rng, *shape):
-    """Vectors of falling variances in a basis of each head's own, behind a mean, with two tokens far out."""
+    """Vectors of falling variances in a basis of each head's own, around a mean, with two tokens far out."""
     *heads, tokens, dim = shape
     spread = 1.5 ** -(np.arange(dim) ** 0.7)
     turn = np.linalg.qr(rng.standard_normal((*heads, dim, dim)))[0]

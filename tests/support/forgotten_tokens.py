@@ -231,7 +231,7 @@ def cases(secure):
 
 
 def runs_of(words, numbers):
-    """How often RUN words that are one and the same secret stand one behind the other, by the secret's number.
+    """How often RUN words that are one and the same secret stand one after the other, by the secret's number.
 
     Nothing is sorted, as secrets that lie apart would then be runs in the memory that is searched.
     """

@@ -37,7 +37,7 @@ def before_a_page(nbytes):
 
 
 def strided(layout, gap, by_layer):
-    """(one array per layer, all their memory): with a gap behind each block, block after block or layer after layer."""
+    """(one array per layer, all their memory): with a gap after each block, block after block or layer after layer."""
     size = max(layout.block_nbytes) + gap
     layers = len(layout.block_nbytes)
     outer, inner = (layers, layout.num_blocks) if by_layer else (layout.num_blocks, layers)
@@ -50,7 +50,7 @@ def strided(layout, gap, by_layer):
 
 
 def outside(memory, arrays):
-    """The bytes of memory that are no block's."""
+    """The bytes of memory that belong to no block."""
     arrays = [one.copy() for one in arrays], arrays
     for one in arrays[1]:
         one[:] = CANARY

@@ -3,7 +3,7 @@
     python tests/support/process_memory.py KIND DTYPE SECURE
 
 Fills a cache with keys and values that are one number, asks it with queries that are it, gives everything back, and prints how
-often RUN such numbers stand one behind the other in the writable memory of the process: heaps, arenas, and the stacks of all threads.
+often RUN such numbers stand one after the other in the writable memory of the process: heaps, arenas, and the stacks of all threads.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ def pieces():
     own = buffer.ctypes.data
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for first, last in regions():
-            # The buffer may lie within a region of others: what is before it and behind it is searched.
+            # The buffer may lie within a region of others: the memory before and after it is searched.
             for begin, end in ((first, min(last, own)), (max(first, own + buffer.size), last)):
                 for at in range(begin, end, buffer.size):
                     size = min(buffer.size, end - at)
@@ -93,7 +93,7 @@ def count(kind):
 
 def main():
     kind, dtype, secure = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
-    if dtype == "open":  # float rows beside codes
+    if dtype == "open":  # float rows next to codes
         dtype = kvfast.KVFormat("int4", per_channel=True, num_first_float_tokens=16)
     use(kind, dtype, secure)
     gc.collect()

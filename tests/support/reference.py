@@ -69,7 +69,7 @@ def bound(*dtypes):
     return 1e-5 if all(dtype == "float32" for dtype in dtypes) else 1e-3
 
 
-# Of many queries on float16 and bfloat16, which are cut there: by a matrix unit to 17 bits, by AVX-512 VNNI to words of 13 to 16.
+# For many queries on float16 and bfloat16, which are cut there: by a matrix unit to 17 bits, by AVX-512 VNNI to words of 13 to 16.
 HALVES_BOUNDS = {"amx": 1e-4, "avx512_vbmi": 5e-4, "avx512_vnni": 5e-4}
 
 

@@ -1,6 +1,6 @@
 """Two speeds: what a plain `pytest` runs, and what is exhaustive.
 
-Tests with the marker `exhaustive` run with ``pytest -m exhaustive``, with ``pytest --exhaustive`` beside all others, and
+Tests with the marker `exhaustive` run with ``pytest -m exhaustive``, with ``pytest --exhaustive`` with all others, and
 where a node id names them (``pytest tests/file.py::test_name``).
 """
 
@@ -46,7 +46,7 @@ def parametrize(names, cases, usual, **options):
 
 
 def pairwise(names, *axes, **options):
-    """`pytest.mark.parametrize` with the product of axes, of which so many cases run always that all pairs of two values do.
+    """`pytest.mark.parametrize` with the product of axes, of which enough cases run always to have all pairs of two values.
 
     A value may be a `pytest.param`; one that is exhaustive is so in all its cases. The name "isa" is that of the fixture.
     """

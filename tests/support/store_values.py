@@ -17,7 +17,7 @@ def read(values):
 
 
 def shown(error):
-    """All that an error and those behind it say."""
+    """The texts of an error and of its causes."""
     texts = []
     while error is not None:
         texts += [str(error), repr(error), repr(error.args)]

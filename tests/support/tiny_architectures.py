@@ -238,7 +238,7 @@ def _runs(model):
             padded = run(ids, mask, **options)
         except Exception:  # noqa: BLE001, S112  (of transformers alone, which then has one run less)
             continue
-        # Of some models padding leaves traces, for which nothing else can be blamed.
+        # Padding leaves traces in some models, for which nothing else can be blamed.
         if _difference(padded[1][1][:, 1:], short[1][1]) < LIMIT:
             return [*runs, padded]
     return [*runs, short]

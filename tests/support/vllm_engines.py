@@ -97,7 +97,7 @@ def in_engine(folder, use, **options):
     """What `use` returns of an LLM of vLLM over a model, with kvfast as KVFAST_VLLM is set now. Nobody may keep the LLM: it ends the
     process group, which is the next engine's then. Garbage is collected once: vLLM does so nine times, most of a tiny engine's time.
     Nor is the whole of VLLM_CPU_KVCACHE_SPACE filled with zeros."""
-    # vLLM looks for its kernels in vars() of all that modules hold. That of llvmlite's library, which drafts of n-grams import, is no dict.
+    # vLLM looks for its kernels in vars() of all that modules hold. That of llvmlite's library, which drafts of n-grams import, is not a dict.
     if "llvmlite.binding.ffi" in sys.modules:
         sys.modules["llvmlite.binding.ffi"]._lib_fn_wrapper.get = lambda self, name: None
     for name in versions.BACKENDS:

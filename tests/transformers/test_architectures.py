@@ -21,7 +21,7 @@ FOUND = json.loads(KEPT.read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module", params=NAMES)
 def name(request):
-    """Of the module, so that all tests of one architecture follow each other and share its model."""
+    """Parameters of the module, so that all tests of one architecture follow each other and share its model."""
     return request.param
 
 
@@ -52,7 +52,7 @@ FEWER = ("bart", "mllama", "pp_formulanet", "rwkv", "xlstm")
 
 
 def planned(config):
-    """What `plan` says that each layer keeps, as `kept_layers`. Of latents transformers keeps their rotary part as the values."""
+    """What `plan` says that each layer keeps, as `kept_layers`. transformers keeps the rotary part of latents as the values."""
     layers = read_shape(config).layers
     return [
         (one.num_kv_heads, one.head_dim, one.v_head_dim or one.head_dim if one.rope_dim is None else one.rope_dim, one.sliding_window)
@@ -83,7 +83,7 @@ def windows_of(config):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plan_reads_every_configuration(family):
-    """Of the sizes that transformers has for a family, with its fields of today, and without those that older files lack."""
+    """With the sizes that transformers has for a family, its fields of today, and without those that older files lack."""
     of_family = AUTO.configuration_auto.CONFIG_MAPPING[family]
     try:
         config = of_family()

@@ -149,7 +149,7 @@ def test_padding_on_the_right_of_a_window_is_refused(name, models):
 
 @pytest.mark.parametrize("dtype, limit", [("float32", 1e-5), ("float16", 5e-3), ("bfloat16", 2e-2), ("int8", 5e-2), ("int4", 0.3)])
 def test_logits(model, dtype, limit):
-    """Of a prompt and of a token after it, in every storage."""
+    """For a prompt and a token after it, in every storage."""
     ids, _ = prompt(1, 60)
     own, other = KVFastCache(model.config, dtype), transformers.DynamicCache(config=model.config)
     for part in (ids[:, :50], ids[:, 50:51], ids[:, 51:]):

@@ -168,7 +168,7 @@ def test_masks_with_chunks():
         assert not lazy_mask(**sizes, mask_function=chunks(8, torch.tensor(begins)), attention_mask=padding).is_causal
 
 
-# --- what is no attention over the cache -------------------------------------------------------
+# --- layers without attention over the cache----------------------------------------------------
 
 
 @pytest.fixture

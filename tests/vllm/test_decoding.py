@@ -10,7 +10,7 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import BeamSearchParams
 from vllm_engines import SMALL, generate, in_engine, layers_of, save_model, save_tokenizer
 
-# Of vLLM and PyTorch, which use parts of each other that are deprecated.
+# vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PROMPTS = [[3 + (i * i * 7 + 11 * i * n) % 497 for i in range(n)] for n in (20, 150)]

@@ -21,7 +21,7 @@ import kvfast
 from kvfast.core.kernels import cpu_features
 from kvfast.vllm import backend, formats, versions
 
-# Of vLLM and PyTorch, which use parts of each other that are deprecated.
+# vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LENGTHS = 5, 40, 200, 333
@@ -82,7 +82,7 @@ def test_float_caches_give_the_tokens_of_vllm(folder_of, monkeypatch, name):
     ],
 )
 def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_of, monkeypatch, name, dtype):
-    """In a cache of ten blocks, four texts begin with one each and grow to three: some are preempted and computed again. Of
+    """In a cache of ten blocks, four texts begin with one each and grow to three: some are preempted and computed again. With
     turboquant's modes vLLM leaves the first and last two layers in the model's dtype, whose blocks have another size."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -146,8 +146,8 @@ def test_the_default_keeps_float_rows_beside_the_blocks(folder_of, monkeypatch):
 
 @pytest.mark.parametrize("name", ["int8_per_token_head", "turboquant_4bit_nc", "int4_per_token_head"])
 def test_the_same_request_twice(folder_of, monkeypatch, name):
-    """With a hit of the prefix cache it gets the same tokens, but for the format that reads a prompt as floats at first. Of that, vLLM
-    warns, and gets the same tokens without the hit."""
+    """With a hit of the prefix cache it gets the same tokens, but for the format that reads a prompt as floats at first. vLLM
+    warns of it, and gets the same tokens without the hit."""
     given, said = prompts((130, 190, 221, 261, 300)), []
     monkeypatch.setattr(backend.logger, "warning_once", lambda text, *values: said.append(text % values))
 
@@ -162,7 +162,7 @@ def test_the_same_request_twice(folder_of, monkeypatch, name):
 
 
 def test_layers_with_windows_have_blocks_of_the_same_size(folder_of):
-    """A model whose layers are of both kinds: int4 as it is, and rotated INT4 where blocks fall behind a window."""
+    """A model whose layers are of both kinds: int4 as it is, and rotated INT4 in layers with a window."""
 
     def use(llm):
         alone = [generate(llm, [one])[0] for one in prompts()]

@@ -7,7 +7,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 import torch
 from vllm_engines import generate, in_engine, layers_of, save_model
 
-# Of vLLM and PyTorch, which use parts of each other that are deprecated.
+# vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LENGTHS = 5, 40, 200, 333

@@ -16,7 +16,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
 from vllm_engines import save_model, save_tokenizer
 
-# Of vLLM and PyTorch, which use parts of each other that are deprecated.
+# vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 # Requests that wait have their prompts cut elsewhere, so rounding differs. Where the two best tokens are as close as this, either may come.

@@ -22,7 +22,7 @@ from kvfast.planning.engine import VLLM_FORMATS
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOKENS = 12
-# Of log-probabilities: what the precision contract leaves through the layers, in float32; and where rounding to a code may turn out
+# Errors of log-probabilities: what the precision contract leaves through the layers, in float32; and where rounding to a code may turn out
 # otherwise. One such code moves those of later layers, so two runtimes differ as much as the format's rounding does: the root mean
 # square over all tokens says whether they compute the same, and single tokens may be further off.
 EXACT, ROUNDED, ROUNDED_RMS = 2e-3, 0.1, 0.02
@@ -46,8 +46,8 @@ def texts(llm, prompts):
 
 
 def check_texts(model, prompts, form, found, error):
-    """Texts are what kvfast's own runtime chooses on a cache of this format, given the tokens before; but for ties, of which most
-    texts have none. Their log-probabilities are as near as `error`, in int8 all but 1 in 100."""
+    """Texts are what kvfast's own runtime chooses on a cache of this format, given the tokens before; but for ties, which most
+    texts do not have. Their log-probabilities are as near as `error`, in int8 all but 1 in 100."""
     prefix = kvfast.PagedKVCache(*model.cache_shape, num_blocks=16 * len(prompts), dtype=form).new_sequence()
     steps = [prompts, *([tokens[i : i + 1] for tokens, _ in found] for i in range(TOKENS - 1))]
     if (
@@ -107,7 +107,7 @@ def test_the_texts_of_vllm(smollm2, of_vllm):
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8_per_token_head", "int4_per_token_head"])
 def test_the_texts_of_kvfast(smollm2, name):
-    """Of its own runtime on the same format; and the tokens of the memory are those of `plan`."""
+    """They are those of its own runtime on the same format; and the tokens that fit in memory are those of `plan`."""
     model, folder, prompts = smollm2
     form = VLLM_FORMATS.get(name, name)
 

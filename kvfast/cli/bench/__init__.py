@@ -1,7 +1,7 @@
 """How fast kvfast is here, as fractions of what the machine can do: ``python -m kvfast bench`` and ``pytest bench``.
 
 cases      shapes of models; what is measured, ready to be called
-measure    rounds of calls, each beside a measurement of the machine
+measure    rounds of calls, each with a measurement of the machine
 baseline   fractions in a file, and the check against them
 report     table, JSON and plot (extras ``bench`` and ``plot``)
 command    the command

@@ -70,7 +70,7 @@ class Baseline:
         ------
         OSError
         ValueError
-            If it is no baseline.
+            If it is not a baseline.
         """
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -78,7 +78,7 @@ class Baseline:
             for tier in baseline.tiers:
                 baseline.expected(tier)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is no baseline: {error}") from None
+            raise ValueError(f"{path} is not a baseline: {error}") from None
         return baseline
 
     def save(self, path):
@@ -129,7 +129,7 @@ def find_baseline():
 
 
 def short_of(expected):
-    """Of each work and format the first case only, with the most threads."""
+    """The first case of each work and format, with the most threads."""
     first = {}
     for case, num_threads in expected:
         key = case.work, str(case.format)

@@ -146,7 +146,7 @@ def _check_folder(path):
 
 
 class _bar:
-    """A progress bar over so many results, as a callable for `measure`."""
+    """A progress bar over `total` results, as a callable for `measure`."""
 
     def __init__(self, total):
         columns = [BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TextColumn("{task.description}")]

@@ -1,4 +1,4 @@
-"""Rounds of calls, each beside a measurement of the machine."""
+"""Rounds of calls, each with a measurement of the machine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Result:
     num_threads : int
     num_rounds : int
     seconds : float
-        Of one layer, or one token for `append`, `read` and the codecs.
+        The time of one layer, or of one token for `append`, `read` and the codecs.
     nbytes, operations : float
         The same; see `Work`.
     read_bandwidth, peak_rate : float
-        Of the machine, in the same rounds; peak_rate is None where operations do not count.
+        The machine's, in the same rounds; peak_rate is None where operations do not matter.
     bandwidth_fraction, compute_fraction : float
         nbytes / seconds / read_bandwidth and operations / seconds / peak_rate, the medians of each round's own.
     """
@@ -52,7 +52,7 @@ class Result:
 
     @property
     def fraction(self):
-        """Of what bounds this case."""
+        """The fraction of the resource that bounds this case."""
         return self.compute_fraction if self.case.is_compute_bound else self.bandwidth_fraction
 
 
@@ -166,7 +166,7 @@ def interleaved(calls, rounds):
 
 @contextlib.contextmanager
 def using_threads(num_threads):
-    """What kvfast does inside, it does with so many threads."""
+    """Let kvfast use `num_threads` threads inside."""
     kvfast.set_num_threads(num_threads)
     try:
         yield

@@ -83,7 +83,7 @@ def _time_text(seconds):
 
 
 def machine_text(results):
-    """What the machine did beside the calls, in one line for each number of threads."""
+    """What the machine did between the calls, in one line for each number of threads."""
     lines = []
     for threads in sorted({one.num_threads for one in results}):
         ours = [one for one in results if one.num_threads == threads]

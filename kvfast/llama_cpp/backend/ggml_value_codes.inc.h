@@ -1,8 +1,8 @@
 /* Adds weights times the codes of ggml's blocks by 8-bit products, with AVX-512 VBMI. One instruction puts the codes of four tokens side
    by side, 16 elements of them, and the next multiplies them by the four weights of a query row, of which there is one in each lane.
 
-   A token's weight takes the scale of a block, and is an integer of 16 bits beside the largest of the tile, as activations.inc.h has it:
-   its rounding is carried on to the next token, and counts as noise. Codes are unsigned, those of q8_0 + 128; with at most 256 tokens,
+   A token's weight takes the scale of a block, and is an integer of 16 bits relative to the largest of the tile, as in activations.inc.h:
+   its rounding error is carried on to the next token, and is noise. Codes are unsigned, those of q8_0 + 128; with at most 256 tokens,
        |sum w c| <= 256 * 32639 * 255 = 2 130 673 920 < 2^31. */
 
 /* Elements 0 to 15 of a block of four tokens, and 16 to 31: dwords of four tokens. */

@@ -246,7 +246,7 @@ static void write_row(const call *c, int64_t stream, int64_t query, int64_t head
     memcpy(at, acc, (size_t)c->v.rows.head_dim * sizeof(float));
 }
 
-/* Of one query row: (splits, partial_floats), in each the maximum, the sum of weights, and the sums of values. */
+/* The partials of one query row: (splits, partial_floats), in each the maximum, the sum of weights, and the sums of values. */
 static float *partials_of(const call *c, int64_t stream, int64_t query, int64_t head)
 {
     return c->partials + ((stream * c->q->ne[1] + query) * c->q->ne[2] + head) * c->splits * c->partial_floats;

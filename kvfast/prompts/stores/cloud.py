@@ -56,7 +56,7 @@ class CloudStore(Store):
 
     def put(self, key: str, value: Any) -> bool:
         key, data = check_key(key), memoryview(value).cast("B")
-        # One request: an upload in parts would leave parts behind if this process is killed.
+        # One request: an upload in parts would leave parts if this process is killed.
         if self._asked(lambda: _obstore().put(self._store, key, data, use_multipart=False)) is None:
             raise StoreError(f"{self.url}: there is no such bucket or container")
         return True
@@ -97,7 +97,7 @@ class CloudStore(Store):
         except FileNotFoundError:
             return None
         except (_obstore().exceptions.BaseError, OSError, RuntimeError) as error:
-            # The first line, up to what a server answered: behind it may be anything.
+            # The first line, up to what a server answered: after it may come anything.
             why = f"{type(error).__name__}: {error}".partition("\n")[0].partition("<")[0].strip()
         raise StoreError(f"{self.url}: {why}")
 

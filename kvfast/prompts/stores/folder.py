@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 STALE = 10  # seconds after which an unfinished file that no process has locked is one of a killed process
 STALE_WITHOUT_LOCKS = 3600
-# Bytes of a value that are read at once; larger ones stay in the page cache until they are asked for, in so many open files of a call.
+# Bytes of a value that are read at once; larger ones stay in the page cache until they are asked for, in at most MOST_OPEN open files of a call.
 SMALL, MOST_OPEN = 32 << 10, 256
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_VALUE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # of what is no file
+_NO_VALUE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # of something else than a file
 
 
 class FolderStore(Store):
@@ -96,7 +96,7 @@ class FolderStore(Store):
                         os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path, follow_symlinks=False).st_mode))
                 _write(file, data)
                 path.parent.mkdir(exist_ok=True)
-                # Other processes may have written so much since that this was the next to go.
+                # Since then other processes may have written until this was the next to go.
                 for _ in range(3):
                     if self._in_index(lambda index: index.if_listed(key, lambda: os.replace(part, path))):
                         return True
@@ -232,7 +232,7 @@ class _FileValue(Value):
 
 
 def _open(path, may_stay_open):
-    """The value of a file; None if there is none. A pipe or a link in its place is none."""
+    """The value of a file; None if there is none. A pipe or a link in its place is not read."""
     flags = os.O_RDONLY
     for name in ("O_BINARY", "O_CLOEXEC", "O_NONBLOCK", "O_NOFOLLOW"):
         flags |= getattr(os, name, 0)

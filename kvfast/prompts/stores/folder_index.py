@@ -143,7 +143,7 @@ class FolderIndex:
         return oldest is not None
 
     def _now(self):
-        """A time after all others in the index, whatever the clock says. It may have been set back, or be behind another machine's."""
+        """A time after all others in the index, whatever the clock says. It may have been set back, or be slower than another machine's."""
         (newest,) = self._database.execute("SELECT max(used) FROM stored").fetchone()
         return max(time.time_ns(), 0 if newest is None else newest + 1)
 

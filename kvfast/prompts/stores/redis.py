@@ -35,7 +35,7 @@ class RedisStore(Store):
     Parameters
     ----------
     url : str
-        ``redis://``, ``rediss://`` (TLS) or ``unix://``, as redis-py takes it: ``redis://user:password@host:6379/0``. Options behind
+        ``redis://``, ``rediss://`` (TLS) or ``unix://``, as redis-py takes it: ``redis://user:password@host:6379/0``. Options after
         ``?``: ``ttl``, the seconds that a value stays after its last use, ``db``, and for TLS ``ssl_ca_certs``, ``ssl_certfile``,
         ``ssl_keyfile``, ``ssl_cert_reqs``, ``ssl_check_hostname``.
     timeout : float
@@ -46,7 +46,7 @@ class RedisStore(Store):
     ModuleNotFoundError
         Without the package redis.
     ValueError
-        If the URL is none of a Redis server.
+        If the URL does not name a Redis server.
     """
 
     def __init__(self, url: str, timeout: float = 5.0) -> None:
@@ -110,7 +110,7 @@ class RedisStore(Store):
             connection.disconnect()
 
     def _listed(self, keys):
-        # A value that has gone, or is none of kvfast's, has no length. A server that removes by frequency knows no time of use.
+        # A value that has gone, or is not kvfast's, has no length. A server that removes by frequency knows no time of use.
         answers = self._call(
             [
                 command

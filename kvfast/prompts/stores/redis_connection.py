@@ -75,7 +75,7 @@ class _Wrong(Exception):
 class _TimedSocket:
     """A socket with a deadline.
 
-    Bytes that came behind a value are kept here, and redis-py does not see them: it reads only what follows on commands of its own.
+    Bytes that came after a value are kept here, and redis-py does not see them: it reads only what follows on commands of its own.
     """
 
     def __init__(self, connected):

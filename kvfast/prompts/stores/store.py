@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 class Value:
-    """The bytes of a key. A context manager that closes what is behind them."""
+    """The bytes of a key. A context manager that closes the file or connection that they came from."""
 
     def __init__(self, data: Any) -> None:
         self._data = memoryview(data).cast("B")
@@ -71,7 +71,7 @@ class Value:
 class Store(ABC):
     """Values by their keys.
 
-    Keys are those of `check_key`. A missing key is no error. Whatever else goes wrong is a StoreError, whose text shows no password.
+    Keys are those of `check_key`. A missing key is not an error. Whatever else goes wrong is a StoreError, whose text shows no password.
     Several threads may call a store at once.
     """
 

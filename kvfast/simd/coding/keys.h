@@ -1,7 +1,7 @@
 /* Keys of INT3 and INT4 with channel scales. Their codes are evenly spaced. Lines of four depths have few or many bits, the same
-   for all tokens of a block: with b bits in the mean, a quarter of the lines ("wide") has b + 1, a quarter ("narrow") b - 1. Of INT4,
-   some of these have two bits more and two fewer. All are read as the high bits of codes of 8 bits, of INT3 of 4: channels with few
-   bits then need no larger scales, so the rounding of queries counts no more.
+   for all tokens of a block: with b bits in the mean, a quarter of the lines ("wide") has b + 1, a quarter ("narrow") b - 1. In INT4
+   some of these have two bits more and two fewer. INT4 is read as the high bits of codes of 8 bits, INT3 of 4: channels with few
+   bits then need no larger scales, so the rounding error of queries stays the same.
 
    Four lines of 64 codes, at [token % 16][depth % 4], are a unit of 32 x b bytes: one wide line, two even ones, one narrow line.
    Shifts and masks read them:
@@ -22,7 +22,7 @@
 /* The lines in the order of their bits: the wide ones, the even ones, the narrow ones. Unit u has the lines `wide`[u], `even`[2 u],
    `even`[2 u + 1] and `narrow`[u]; of INT4, `wide`[u] has 5 + `more`[u] bits and `narrow`[u] 3 - `more`[u]. */
 typedef struct {
-    uint8_t lines[KV_MAX_HEAD_DIM / 4 + 16]; /* and room for 16 behind the last */
+    uint8_t lines[KV_MAX_HEAD_DIM / 4 + 16]; /* and room for 16 after the last */
     uint8_t more[KV_MAX_HEAD_DIM / KV_UNIT];
     const uint8_t *wide, *even, *narrow;
 } kv_key_order;

@@ -1,7 +1,7 @@
 /* Seals blocks of keys: computes the statistics of the channels, then the codes, which need them.
 
    Centred blocks: x = code x token scale + mean, with the mean of the channel over the block.
-   Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + offset. Lines whose rounding counts more have more bits, as
+   Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + offset. Lines whose rounding matters more have more bits, as
    Kitty gives a few channels more (arXiv 2511.18643); see keys.h. */
 
 /* Loads W channels from c on; beyond the last channel 0. */
@@ -44,13 +44,13 @@ static void KV(put_channels)(const kv_side *side, uint16_t *channels, const floa
     for (int i = 0; i < 16; i++) channels[i] |= (uint16_t)((bits >> i & 1) << 15);
 }
 
-/* The bits of each line, see keys.h. The rounding of a line counts as the range of its channels, times the size of the queries there.
-   The latter is not known, but in models with rotary positions queries are large where keys are, in both channels of a pair (Jin et
+/* The bits of each line, see keys.h. A line's rounding is weighted by the range of its channels, times the size of the queries there.
+   That size is not known, but in models with rotary positions queries are large where keys are, in both channels of a pair (Jin et
    al., Massive Values in Self-Attention Modules, arXiv 2502.01563): a line has the size of its own keys and of those half a head away.
    But keys that are far larger than they vary, as the biases of Qwen2.5 make them, say nothing of queries: their size is then that of a
-   Gaussian of their range. And no line of INT4 has 6 bits for its size: one whose range is eight times that of the narrow line beside
-   it has, which leaves the sum of both roundings least. In a basis of a calibration queries vary where keys do, so ranges alone decide.
-   `sizes` are of each channel the mean magnitude. */
+   Gaussian of their range. And no line of INT4 has 6 bits for its size: one with eight times the range of the adjacent narrow
+   line has, which leaves the sum of both roundings least. In a basis of a calibration queries vary where keys do, so ranges
+   alone decide. `sizes` are the mean magnitudes of channels. */
 static void KV(share_key_bits)(const kv_side *side, const float *ranges, const float *sizes, uint8_t *bits)
 {
     const int lines = side->padded_dim / 4, half = side->head_dim / 8, mean = kv_dtypes[side->dtype].bits;

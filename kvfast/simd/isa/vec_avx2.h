@@ -1,6 +1,6 @@
 /* Vector layer, AVX2 with FMA and F16C and perhaps AVX-VNNI: 8 floats a register. vec_scalar.h explains the names. */
 #define W 8
-#define INT_VECTORS 2   /* 4 rows x 2 = 8 accumulators, beside 4 registers of widened codes */
+#define INT_VECTORS 2   /* 4 rows x 2 = 8 accumulators, and 4 registers of widened codes */
 #define INT8_ZERO 128
 #define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2

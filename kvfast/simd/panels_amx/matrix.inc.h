@@ -1,7 +1,7 @@
 /* Attention of many query rows with the matrix unit (AMX). Panels of 16 query rows read the keys and values of KV_MATRIX_TILE
    tokens, which are laid out once as operands for all panels. The softmax is corrected once for every KV_MATRIX_TILE tokens.
 
-   Codes, and values of float rows beside codes, are multiplied as integers, products_int8.inc.h. Keys of these float rows are
+   Codes, and values of float rows next to codes, are multiplied as integers, products_int8.inc.h. Keys of these float rows are
    multiplied in bfloat16, products_bfloat16.inc.h, and so are keys and values of caches of float16 or bfloat16 (`halves`). */
 
 /* Tile registers of 16 rows. */

@@ -10,8 +10,8 @@
    at most 64 * 128.
 
    Keys that are stored as floats are multiplied in bfloat16, products_bfloat16.inc.h: with one channel louder than the
-   others, an integer would leave the others few bits. Queries are rounded as in activations.inc.h, and what the rounding
-   left out is multiplied as well where it counts. */
+   others, an integer would leave the others few bits. Queries are rounded as in activations.inc.h, and their rounding
+   errors are multiplied as well where they matter. */
 
 /* Tile registers, which the intrinsics need as literals. The CPU renames them: the products of one lane tile start
    while the sums of the previous one are stored. */
@@ -149,7 +149,7 @@ typedef struct {
     kv_room *room;
 } KV(key_products);
 
-enum { SETS, ADDS, REFINES }; /* what becomes of scores: they are written, added to others, or added where the rounding counts */
+enum { SETS, ADDS, REFINES }; /* what becomes of scores: they are written, added to others, or added where the rounding matters */
 
 /* Turns the sums of a lane tile, 16 tokens, into scores. */
 static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_products) *p, const KV(lane_sums) *done, int lane,
@@ -193,7 +193,7 @@ static inline __attribute__((always_inline)) void KV(score_lanes)(const KV(key_p
     }
 }
 
-/* Adds to the scores what the rounding of the rows, times `inverse`, left out, where that counts; see activations.inc.h. `scale` is
+/* Adds to the scores the rounding errors of the rows, times `inverse`, where they matter; see activations.inc.h. `scale` is
    the largest scale of the tokens. */
 static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *rounded, const float *rows, const float *inverse,
                                                        float scale, int first, int last, float *scores)

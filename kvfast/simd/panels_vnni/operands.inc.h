@@ -7,8 +7,8 @@
      weights  (tokens / 2, 16 rows, 2 tokens)           values   (padded_dim / 16, tokens / 2, 16 elements, 2 tokens)
 
    A row that sees all tokens of a tile reads float rows of keys less their mean, as keys of a model have much in common; the mean's
-   product with the query is added in float32. Other rows read them as they are, for what else the tile has depends on the rows beside
-   them. Codes are read less the mean of their block, which does not depend on any row.
+   product with the query is added in float32. Other rows read them as they are, because the other tokens of their tile depend on the
+   other rows. Codes are read less the mean of their block, which does not depend on any row.
 
    Elements are at most 32767. The products of KV_WORD_SET elements are summed up, a set, and then as floats. The norm of each set of a
    query or key is at most KV_WORD_NORM. With the rounding,
@@ -16,7 +16,7 @@
    and so is each part of the sum. A score's standard error is 0.29 sqrt(q_unit^2 |k|^2 + |q|^2 k_unit^2). Where it can be more than
    least_errors allows, the score is computed in float32; only the row and the tiles decide this.
 
-   Values are at most KV_MOST_VALUE, 14 bits beside the largest element of their row. Its scale is folded into the weights, whose
+   Values are at most KV_MOST_VALUE, 14 bits relative to the largest element of their row. Its scale is folded into the weights, whose
    sum over KV_WORD_GROUP tokens is at most KV_MOST_WEIGHTS; what their rounding carries on adds less than 4:
        |sum w v| <= (131050 + 4) * 16383 = 2 147 057 682 < 2^31. */
 #define KV_WORD_SET 32
@@ -96,7 +96,7 @@ static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, float 
         vf_store(part + r * W, largest);
     }
     const vf peaks = KV(reduce_rows)(part, 1), inverse = vf_zero_below(vf_div(vf_set1(1.0f), peaks), peaks, 0x1p-100f);
-    /* Of each row, beside its largest element: the largest square of a set's norm, and the sum of all squares. */
+    /* For each row, with its largest element: the largest square of a set's norm, and the sum of all squares. */
     vf most = vf_set1(0.0f), sum = most;
     vf_store(factor, inverse);
     for (int first = 0; first < n; first += KV_WORD_SET) {
@@ -226,7 +226,7 @@ static void KV(load_key_words)(const kv_side *side, const kv_tile *tile, int les
     KV(find_most)(keys, count);
 }
 
-/* The root mean square of values as words; a weight's rounding counts twice, for the next weight takes it back. */
+/* The root mean square of values as words; a weight's rounding is taken twice, because the next weight takes it back. */
 static inline float KV(size_of_values)(float squares, int elements)
 {
     return __builtin_sqrtf(2.0f * squares / (float)elements);

@@ -16,8 +16,8 @@ typedef struct {
     int part, parts;
 } KV(following);
 
-/* Prefetches one part of them. A processor can wait for only so many lines at once, and the lines that it needs now would queue
-   behind the others. */
+/* Prefetches one part of them. A processor can wait for few lines at once, and the lines that it needs now would queue
+   after the others. */
 static inline void KV(prefetch_part)(KV(following) *next)
 {
     KV(prefetch_blocks)(next->k, next->keys, next->part, next->parts);
@@ -241,7 +241,7 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
         KV(sort_rows)(panels + i, &all, &some);
         wanted[0] |= some, wanted[1] |= all;
     }
-    /* Codes have the means of up to 8 blocks, but latent rows have none. */
+    /* Codes have the means of up to 8 blocks, but latent rows do not have means. */
     KV(load_sides)(k, keys, wanted, operands->means, operands->keys, KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2, operands, room->keys,
                    k_loaded, kind);
     if (has_rope)

@@ -141,7 +141,7 @@ static inline vf KV(least_scores)(vf squares, vf most)
     return _mm512_mask_mov_ps(least, _mm512_cmp_ps_mask(u, vf_set1(1.0f), _CMP_GT_OQ), vf_set1(-INFINITY));
 }
 
-/* Of 16 tokens, those with a score of at least `least` for some row. */
+/* Those of 16 tokens that have a score of at least `least` for some row. */
 static inline __mmask16 KV(find_large_scores)(const KV(word_scores) *scores, int token, vf least)
 {
     KV_ALIGNED float above[KV_LANES * KV_ROWS];

@@ -96,8 +96,8 @@ static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end
 
 /* Turns scores into weights, exp(score - maximum of these tokens), and updates the panel's maxima and sums of weights. `begin` and
    `end` leave out only tokens that no row sees. They do not change a row's numbers: the weights of masked tokens are 0, and sums are
-   taken in the order of positions. `all` marks the rows that see the whole tile. For them the size of its values counts, for others
-   one that rarely is less: how many tokens are read depends on other rows. */
+   taken in the order of positions. `all` marks the rows that see the whole tile. Their noise takes the size of its values,
+   and that of other rows a bound that is rarely less: how many tokens are read depends on other rows. */
 static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmask16 all, int64_t position, int begin, int end,
                             KV(word_weights) *w)
 {

@@ -18,21 +18,21 @@
        error = 0.29 sqrt(n) |c| unit,    unit = largest |q| / 32639 x softmax scale x scale of the token,
 
    with |c| the root mean square of its codes. The error can exceed KV_LEAST_ERROR if scores are large, or if one channel is
-   louder than the others and so makes the unit large. Then what the rounding left out is multiplied as well, as activations of
-   its own (refine), and the error is 2^-16 of that; but not for scores so far below the largest that the error cannot count
+   louder than the others and so makes the unit large. Then the rounding errors are multiplied as well, as activations of
+   their own (refine), and the error is 2^-16 of that; but not for scores so far below the largest that the error cannot matter
    (least_errors). Only the row and the token, or block, and the tiles before decide this, so that a query has the same bits with
    others and alone.
 
-   Weights: many small weights beside a large one would all be rounded to 0. So what the rounding of a weight leaves out is
+   Weights: many small weights next to a large one would all be rounded to 0. So the rounding error of a weight is
    added to the next weight of its lane, of 16, and the sum of weights is right to half a unit for each lane. The rounding of m
    weights adds up over their tokens' codes to
 
        error = 0.29 sqrt(m) |c|,    in units of the largest weight / 32638,
 
-   for each element of the output. It counts where the output is small: where the largest weight belongs to a row of values with
+   for each element of the output. It matters where the output is small: where the largest weight belongs to a row of values with
    few loud elements, or where values cancel. So the squares of unit x |c| are summed up over the tiles, as `noise`. A row whose
-   root mean square is small beside them is computed again, and what the rounding left out is multiplied as well (refine_values).
-   Only the row itself decides this. Panels are not refined: such a row of theirs is read again as few rows are. */
+   root mean square is small next to the noise is computed again, and the rounding errors are multiplied as well (refine_values).
+   Only the row itself decides this. Panels are not refined: such a row of a panel is read again like few rows. */
 #define KV_MAX_ACTIVATION 32639.0f
 #define KV_MAX_WEIGHT 32638.0f /* plus the carried rounding at most KV_MAX_ACTIVATION */
 #define KV_INVERSE_OF(most, largest) ((largest) > 0x1p-100f ? (most) / (largest) : 0.0f)
@@ -54,7 +54,7 @@
 #define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 73.0f)
 #define KV_KEY_SIZE(dtype) ((float)KV_KEY_BIAS(dtype) * (4.6f / 8)) /* of keys with channel scales */
 
-/* The largest scores so far of rows whose scores are no sums of products alone, or only a part of them. */
+/* The largest scores so far of rows whose scores are not sums of products alone, or only a part of them. */
 static const KV_ALIGNED float KV(no_scores)[KV_ROWS] = {
     -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY,
     -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY,
@@ -86,8 +86,8 @@ static inline float KV(error_of_unit)(const kv_side *side, int dtype)
 }
 
 /* The square of a tile's unit of weights times the size of its codes, for each token that the row sees: how many more are read depends
-   on other rows. At least so many tokens count, as codes that are all as large as can be have 1.7 times the size. In double, for
-   float32 would lose those of small values. */
+   on other rows. At least KV_MATRIX_TILE tokens are counted, because codes can have up to 1.7 times the size. In double: float32
+   would lose those of small values. */
 static inline double KV(noise_of)(float unit, float code_size, int seen)
 {
     const double noise = (double)unit * code_size;
@@ -106,7 +106,7 @@ static inline float KV(square_of)(const float *row, ptrdiff_t n, ptrdiff_t strid
     return vf_hsum(squares);
 }
 
-/* Rows whose rounding of weights counts beside their n sums of values, a bit for each. */
+/* Rows whose rounding of weights is large next to their n sums of values, a bit for each. */
 static unsigned KV(rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdiff_t stride, ptrdiff_t n, const double *noise,
                                    int num_rows)
 {

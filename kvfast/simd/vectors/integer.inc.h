@@ -93,7 +93,7 @@ static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
 #define KV_DOT_UNITS(...)
 #endif
 
-/* Adds what the rounding of a panel's activations left out to its scores, where that counts; see activations.inc.h. The tokens
+/* Adds the rounding errors of a panel's activations to its scores, where they matter; see activations.inc.h. The tokens
    are `lane` to `stop` of a tile, from a slot of the first of `block` on. `rows` are the rows before rounding, with their
    `inverse` and `unit`, and the largest scores so far. `error` times a unit is the largest standard error of such a row. */
 static inline __attribute__((always_inline)) void KV(refine)(
@@ -128,7 +128,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
         for (int r = 0; r < num_rows; r++)
             for (int v = 0; v < vectors; v++)
                 above = vf_max(above, vf_sub(vf_load(scores + r * KV_TILE + lane + v * W), vf_set1(least[r])));
-        vf excess[KV_PANEL][4]; /* of an error over the least: above 0 where it counts */
+        vf excess[KV_PANEL][4]; /* of an error over the least: above 0 where it matters */
         if (vf_hmax(above) >= 0.0f) {
             above = vf_set1(-1.0f);
             for (int v = 0; v < vectors; v++) {
@@ -209,7 +209,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
         const ptrdiff_t *block = tile->at;
         const ptrdiff_t *first_block = block;
         int slot = tile->first;
-        int counts = 0, first = 0, first_slot = slot; /* whether what the rounding left out counts, from `first` on */
+        int counts = 0, first = 0, first_slot = slot; /* whether the rounding errors matter, from `first` on */
         for (int lane = 0; lane < lanes;) {
             const ptrdiff_t at = slot / KV_LANES * tile_bytes;
             const char *token_scales = tile->base + *block + side->scales;

@@ -45,7 +45,7 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
 /* Each byte shifted right by `shift`, or left if that is negative, and of it the bits of `mask`. */
 #define KV_BITS(word, shift, mask) (((shift) < 0 ? (word) << -(shift) : (word) >> (shift)) & (uint32_t)(0x01010101 * (mask)))
 
-/* Words shifted left by `bits`, which is no constant. */
+/* Words shifted left by `bits`, which is not constant. */
 #if W == 16
 #define KV_SHIFTED(word, bits) ((KV(words))_mm512_sllv_epi32((vi)(word), vi_set1((int)(bits))))
 #else

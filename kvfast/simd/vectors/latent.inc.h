@@ -1,6 +1,6 @@
 /* Latent rows, which are keys and values at once. As keys they are read like any others. As values, float rows are read as
    they are. A tile of codes is transposed to a block of INT8 values in the processor's cache, which INT8's kernels read. A
-   latent has many query heads, so this costs little beside the attention itself. */
+   latent has many query heads, so this costs little compared with the attention itself. */
 
 /* Transposes four lines of INT8 keys, 16 tokens x 16 depths, to four lines of values: dwords of 4 depths of a token become
    dwords of 4 tokens of a depth. */

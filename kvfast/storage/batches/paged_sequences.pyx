@@ -47,7 +47,7 @@ cdef class PagedSequences:
         return self.kind.empty(self.pool)
 
     def num_coded(self, Py_ssize_t num_tokens):
-        """Number of first tokens that a sequence of so many computed tokens reads as codes."""
+        """Number of first tokens that a sequence of `num_tokens` computed tokens reads as codes."""
         return self.kind.states.floats_begin_at(num_tokens) if self.pool.seals else num_tokens
 
     def start(self, BlockTable table, digests):
@@ -135,7 +135,7 @@ cdef class PagedSequences:
             return np.array([self.pool.owners[i] for i in range(self.pool.num_blocks)], np.int32)
 
     def blocks_needed(self, list tables, list counts):
-        """Number of blocks to take before `counts` tokens can be written behind the complete ones of each table."""
+        """Number of blocks to take before `counts` tokens can be written after the complete ones of each table."""
         cdef BlockTable table
         cdef Py_ssize_t needed = 0, i, end, size = self.pool.block_size
         cdef int32_t block

@@ -194,7 +194,7 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
 
 
 def _without_gaps(table, seq_lens, num_queries, size, window, num_sink_tokens):
-    """A table with the last block of each row in place of those that a window has left behind."""
+    """A table with the last block of each row in place of the blocks before its window."""
     begins = np.arange(table.shape[1], dtype=np.int64) * size
     first = seq_lens.astype(np.int64) - np.maximum(num_queries, 1) + 1 - window
     is_used = (begins + size > first[:, None]) | (begins < max(num_sink_tokens, 0))

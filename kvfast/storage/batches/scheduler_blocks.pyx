@@ -1,9 +1,9 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The blocks of a pool with float rows that another scheduler gives out.
 
-A scheduler's tables say which blocks a sequence has, and not which tokens of them have codes or float rows. That is known of each
+A scheduler's tables say which blocks a sequence has, and not which tokens of them have codes or float rows. The pool keeps it by
 block: a block begins anew when its first token is written, it is sealed once all of its tokens belong to a sequence that goes on
-behind them, and it loses its float rows when no sequence reads them any more. So blocks may be freed, given to other sequences, shared
+after them, and it loses its float rows when no sequence reads them any more. So blocks may be freed, given to other sequences, shared
 by prefix, and written again from any token on while they are open.
 
 Nobody says which sequence a row of a table is, nor that one has ended. A sequence is known by the last block that a step has shown of
@@ -115,7 +115,7 @@ cdef class SchedulerBlocks:
             raise ValueError("this pool keeps float rows of tokens: prepare_batch needs slot_mapping")
         slots = batch.slots
         if slots.shape[0] < batch.num_tokens or (batch.slots[batch.num_tokens:] != -1).any():
-            raise ValueError(f"slot_mapping must have the slots of the {batch.num_tokens} queries, and -1 behind them, got "
+            raise ValueError(f"slot_mapping must have the slots of the {batch.num_tokens} queries, and -1 after them, got "
                              f"{slots.shape[0]} slots")
         writes = []
         for i in range(batch.num_sequences):
@@ -158,7 +158,7 @@ cdef class SchedulerBlocks:
         return 0
 
     cdef int _seal_full(self, PreparedBatch batch, dict ends) except -1:
-        """Seal the blocks that sequences go on behind."""
+        """Seal the blocks after which sequences go on."""
         cdef Py_ssize_t size = self.pool.block_size, i, index
         cdef int32_t block
         full = {}
@@ -189,7 +189,7 @@ cdef class SchedulerBlocks:
         cdef dict places = {}
         for i in range(batch.num_sequences):
             done = _tokens_before(batch, i)
-            # Drafts may have been taken back since, so its last block may lie behind its tokens of now. But a sequence that holds
+            # Drafts may have been taken back since, so its last block may lie after its present tokens. But a sequence that holds
             # none of these has ended, and its block was given to this row.
             for index in range((batch.lens[i] + size - 1) // size - 1, max(0, done - 1) // size - 1, -1):
                 place = batch.table[i, index], index
@@ -209,7 +209,7 @@ cdef class SchedulerBlocks:
         return going_on
 
     cdef int _forget_behind(self, set anew) except -1:
-        """Let no sequence hold blocks that begin anew, and those behind them, whose tokens it has lost."""
+        """Let no sequence hold blocks that begin anew, and the blocks after them, whose tokens it has lost."""
         cdef list blocks
         for place in [place for place, blocks in self.held.items() if not anew.isdisjoint(blocks)] if anew else ():
             blocks = self.held.pop(place)
@@ -240,7 +240,7 @@ cdef class SchedulerBlocks:
             before.append(self.held.pop(next(iter(self.held))))
         for blocks in before:
             some |= self._let_go(blocks, ())
-        if some:  # what is left may lie behind all that was released
+        if some:  # the rest may lie after all that was released
             for i in range(batch.num_sequences):
                 for index in range((batch.lens[i] + size - 1) // size):
                     if index == 0 or self.state[batch.table[i, index]] != CODES:

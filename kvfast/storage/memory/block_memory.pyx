@@ -147,8 +147,8 @@ cdef class BlockMemory:
         return 0
 
     cdef int _use_layers(self, list layers, list strides) except -1:
-        """Let all blocks, where there are none yet, lie in an Arena per layer, so many bytes apart. In a block they lie head
-        after head, keys before values."""
+        """Let all blocks, where there are none yet, lie in an Arena per layer, the layer's stride apart. In a block they lie
+        head after head, keys before values."""
         cdef Py_ssize_t i
         cdef kv_store *store
         cdef kv_chunk *chunk
@@ -177,7 +177,7 @@ cdef class BlockMemory:
         return 0
 
     cdef void _insert(self, int32_t block, int32_t behind) noexcept:
-        """Put a block into the ring of free blocks, behind one of its entries."""
+        """Put a block into the ring of free blocks, after one of its entries."""
         cdef int32_t entry = block + 1, before = self.next_free[behind]
         self.prev_free[entry], self.next_free[entry] = behind, before
         self.next_free[behind] = self.prev_free[before] = entry

@@ -124,7 +124,7 @@ def _check_apart(spans):
 
 
 cdef void clean_slots(const kv_store *store, const int64_t *slots, Py_ssize_t n) noexcept nogil:
-    """Make what is read beside some tokens finite, before they are written: a caller's memory may hold anything, and nothing
+    """Make the bytes that are read with some tokens finite, before they are written: a caller's memory may hold anything, and nothing
     times NaN is NaN. The padding of a float row is read with it, and the scales of the lane tile with a token's own. What is
     finite stays as it is, as it may be a token's."""
     cdef Py_ssize_t i, head

@@ -1,4 +1,4 @@
-"""Float rows of tokens, beside the blocks with their codes."""
+"""Float rows of tokens, next to the blocks with their codes."""
 from libc.stdint cimport int16_t, int32_t
 
 from kvfast.codec.blocks cimport kv_store
@@ -14,7 +14,7 @@ cdef class FloatRows:
     cdef kv_store *stores              # (num_layers,) of the blocks; their memory owns these rows
     cdef int32_t *float_of             # as in kv_store
     # (num_blocks,) number of first tokens of a block with float rows whose codes are valid, too. Below 0 for a patched block:
-    # so many of its codes are read, then its float rows.
+    # minus this number of its codes are read, then its float rows.
     cdef int16_t *kept_codes
     cdef Py_ssize_t num_patched        # patched blocks
 

@@ -97,7 +97,7 @@ cdef class FloatRows:
         self.kept_codes[block] = <int16_t>kept_codes
 
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
-        """Give the offsets first to last of a block float rows, where they have none. A MemoryError changes nothing."""
+        """Give the offsets first to last of a block float rows, unless they have them. A MemoryError changes nothing."""
         cdef Py_ssize_t i, begin = block * self.per_block + first // KV_PIECE, missing = 0
         cdef Py_ssize_t end = block * self.per_block + (last + KV_PIECE - 1) // KV_PIECE
         for i in range(begin, end):
@@ -161,7 +161,7 @@ cdef class FloatRows:
         return 0
 
     cdef void give(self, int32_t source, int32_t target) noexcept:
-        """Let all float rows of a block become those of another block, which has none."""
+        """Let all float rows of a block become those of another block, which must not have any."""
         cdef Py_ssize_t i
         for i in range(self.per_block):
             self.float_of[target * self.per_block + i] = self.float_of[source * self.per_block + i]
@@ -179,7 +179,7 @@ cdef class FloatRows:
                                         min(last - i * KV_PIECE, <Py_ssize_t>KV_PIECE))
 
     cdef list pieces_of(self, int32_t block):
-        """The pieces of a block, -1 where it has none."""
+        """The pieces of a block, -1 for a missing one."""
         return [self.float_of[i] for i in range(block * self.per_block, (block + 1) * self.per_block)]
 
     cdef int keep_pieces(self, int32_t block, list pieces) except -1:

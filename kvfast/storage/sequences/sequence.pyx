@@ -182,7 +182,7 @@ cdef class SequenceBuffer(SequenceTables):
         """Keep the first `n` tokens. `begin` is called with the new length."""
         cdef BlockTable table
         cdef Py_ssize_t count
-        cdef list _old = self.segments  # which are released behind the end of the call
+        cdef list _old = self.segments  # which are released after the end of the call
         try:
             number = n.__index__()
         except AttributeError:

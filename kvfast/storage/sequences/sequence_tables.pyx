@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The tables of a sequence: which layer is in which, who may enter their pools, their shapes and sizes; and its segments, if it
-is spliced. See `segments` for what that is, and `splicing` for how it comes about."""
+"""The tables of a sequence: which layer is in which, who may enter their pools, their shapes and sizes; and the segments of a
+spliced sequence. `segments` defines them, and `splicing` makes them."""
 cimport cython
 import numpy as np
 
@@ -111,7 +111,7 @@ cdef class SequenceTables:
         return (<BlockTable>self.tables[0]).pool
 
     cdef list all_segments(self, Py_ssize_t end):
-        """All segments up to position `end` of the tables, with the tokens behind those of `segments` as the last one."""
+        """All segments up to position `end` of the tables, with the tokens after those of `segments` as the last one."""
         cdef Segment newest = Segment.__new__(Segment)
         cdef list known = self.known_segments()
         newest.start = (<Segment>known[-1]).end() if known else 0
@@ -154,7 +154,7 @@ cdef class SequenceTables:
         return self.segments is not None
 
     def segment_list(self):
-        """Of each segment: its start, its first and last position in its tables, and its shift."""
+        """The start of each segment, its first and last position in its tables, and its shift."""
         return [(<Segment>segment).describe() for segment in self.all_segments((<BlockTable>self.tables[0]).length)]
 
     def check_plain(self):

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Puts sequences that were computed apart one behind another, and takes runs of tokens out, without computing keys again."""
+"""Puts sequences that were computed apart one after another, and takes runs of tokens out, without computing keys again."""
 from kvfast.core.checks cimport check_count
 from kvfast.storage.sequences.segments cimport (FrozenTables, Segment, blocks_of_copies, copy_tables, cut, frozen_of, narrowed,
                                                 rotations_of, share_tables)
@@ -113,7 +113,7 @@ cdef int _check_room(SequenceBuffer buffer, list chunks) except -1:
 
 
 def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, begin=None):
-    """Put sequences one behind another behind the tokens of a buffer.
+    """Append sequences, one after another, to the tokens of a buffer.
 
     Parameters
     ----------
@@ -121,16 +121,16 @@ def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, beg
     chunks : list of SequenceBuffer
         With the same settings. They do not change while the call runs.
     ropes : tuple
-        Of each layer (frequencies, whether interleaved), or None.
+        For each layer (frequencies, whether interleaved), or None.
     recomputed : int
-        The last tokens of the buffer are so many of the first tokens of the only chunk.
+        Number of first tokens of the only chunk that are the last tokens of the buffer.
     begin : callable, optional
         Called after the last step that can fail.
     """
     cdef SequenceBuffer chunk
     cdef BlockTable table
     cdef Py_ssize_t length, end
-    cdef list segments, added, frozen, _old = buffer.segments  # which are released behind the end of the call
+    cdef list segments, added, frozen, _old = buffer.segments  # which are released after the end of the call
     buffer._enter()
     try:
         check_splice(buffer, chunks, ropes, recomputed)
@@ -156,11 +156,11 @@ def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, beg
 
 
 def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
-    """Take the positions from `first` to `last` out; those behind move up. Calls `truncate` instead if there are none. See `splice`."""
+    """Take the positions from `first` to `last` out; later ones move up. Calls `truncate` instead if there are none. See `splice`."""
     cdef BlockTable table
     cdef Segment segment
     cdef Py_ssize_t length, low, high
-    cdef list before, behind, live, segments, frozen, _old = buffer.segments  # which are released behind the end of the call
+    cdef list before, behind, live, segments, frozen, _old = buffer.segments  # which are released after the end of the call
     _check_still(buffer, ropes)
     length = buffer.length
     low, high = check_count(first, "first", 0, length), check_count(last, "last", 0, length)
@@ -180,7 +180,7 @@ def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
         before, behind = cut(segments, 0, low), cut(segments, high, length)
         _move(behind, low - high, ropes)
         if (<Segment>behind[-1]).frozen is None:
-            before = _frozen(buffer, before)  # the tables themselves go on behind the gap
+            before = _frozen(buffer, before)  # the tables themselves go on after the gap
         segments = [narrowed(<Segment>segment) for segment in before + behind]
         frozen = frozen_of(segments)
         live = [segment for segment in behind if (<Segment>segment).frozen is None][:1]  # others follow it in the same tables

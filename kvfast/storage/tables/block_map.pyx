@@ -29,7 +29,7 @@ cdef class BlockMap:
         return <int64_t>self.block(position // size) * size + position % size
 
     cdef Py_ssize_t end(self) noexcept nogil:
-        """Index behind that of the last block."""
+        """Index after that of the last block."""
         return self.count + self.skipped
 
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1:
@@ -61,7 +61,7 @@ cdef class BlockMap:
             self.pool.release(self.blocks[self.count])
 
     cdef int skip(self, Py_ssize_t gone) except -1:
-        """Release the first `gone` blocks behind those of the sinks."""
+        """Release the first `gone` blocks after those of the sinks."""
         cdef Py_ssize_t i
         for i in range(gone):
             self.pool.release(self.blocks[self.sink_blocks + i])
@@ -101,7 +101,7 @@ cdef class BlockMap:
         return index < self.sink_blocks or index >= self.sink_blocks + self.skipped
 
     cdef Py_ssize_t gap_end(self) noexcept nogil:
-        """Index of the first block behind the skipped ones, or 0 if none are skipped."""
+        """Index of the first block after the skipped ones, or 0 if none are skipped."""
         return self.sink_blocks + self.skipped if self.skipped else 0
 
     cdef bint has(self, Py_ssize_t index, int32_t block) noexcept:

@@ -256,7 +256,7 @@ cdef class BlockTable:
         return self.pool.release(self._copy_frozen(at))
 
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
-        """Write tokens behind those of a layer. If a value cannot be stored, the table and its pool stay as they were."""
+        """Append tokens to those of a layer. If a value cannot be stored, the table and its pool stay as they were."""
         cdef kv_store *store = self.pool.stores + layer
         cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens
         cdef Py_ssize_t floats_begin = self.states.floats_begin, count = self.map.count
@@ -343,7 +343,7 @@ cdef class BlockTable:
         return 0
 
     cdef int _wipe_behind(self, Py_ssize_t index) except -1:
-        """In a secure pool, overwrite a block behind the tokens of each layer, unless other tables read it."""
+        """In a secure pool, overwrite a block after the tokens of each layer, unless other tables read it."""
         cdef Py_ssize_t at = entry_of(self.map, index), i, size = self.pool.block_size
         if at >= self.map.count or self.pool.is_frozen(self.map.blocks[at]):
             return 0
@@ -379,7 +379,7 @@ cdef class BlockTable:
         return 0
 
     cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1:
-        """Make sure that this table can exchange its blocks for `count` others with so many pieces of float rows. Otherwise
+        """Make sure that this table can exchange its blocks for `count` others with `pieces` pieces of float rows. Otherwise
         raise CacheFullError or MemoryError, and change nothing."""
         cdef Py_ssize_t i, own = 0, own_pieces = 0
         for i in range(self.map.count):

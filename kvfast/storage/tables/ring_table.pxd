@@ -1,4 +1,4 @@
-"""A block table that evicts tokens behind the sliding window."""
+"""A block table that evicts tokens before the sliding window."""
 from kvfast.storage.tables.block_table cimport BlockTable
 
 

@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The ring: holds the last `window` tokens, the first `num_sink_tokens` (StreamingLLM, arXiv 2309.17453), and `rollback`
-tokens behind the window, so that going back that far is exact."""
+tokens before the window, so that going back that far is exact."""
 from libc.stdint cimport int32_t
 
 from kvfast.core.checks cimport check_count
@@ -121,7 +121,7 @@ cdef class RingTable(BlockTable):
         return BlockTable.set_resume_state(self, length, state)
 
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
-        """Skipped blocks must lie behind the sink tokens and hold only evicted tokens."""
+        """Skipped blocks must follow the sink tokens and hold only evicted tokens."""
         cdef Py_ssize_t skipped, evicted, most, size = self.pool.block_size
         if set(self.states.check_saved(length, state)) != {"skipped_blocks", "evicted_tokens"}:
             raise ValueError(f"the state of a ring must have other entries, got {shown(state)}")

@@ -62,7 +62,7 @@ cdef class TokenStates:
         self._release(self.floats_begin // size, floats_begin // size)
         if floats_begin > self.floats_begin:
             self.floats_begin = floats_begin
-            # The float rows of the newest tokens of a prompt lie behind all that were released.
+            # The float rows of the newest tokens of a prompt lie after all that were released.
             for index in range(floats_begin // size, (length + size - 1) // size):
                 self.pool.floats.move_down(self.map.block(index))
             self.pool.floats.pieces.trim()
@@ -178,6 +178,6 @@ cdef class TokenStates:
             index = check_count(index, "the block of a patch", last + 1, max(last + 1, blocks - 1))
             kept_codes = check_count(kept_codes, "the coded tokens of a patched block", 1, size - 1)
             if index >= blocks or index * size < floats_begin <= index * size + kept_codes:
-                raise ValueError(f"a patch must be in a full block or below the {floats_begin} coded tokens, got one behind "
+                raise ValueError(f"a patch must be in a full block or below the {floats_begin} coded tokens, got one after "
                                  f"{kept_codes} tokens of block {index}")
             last = index

@@ -129,7 +129,7 @@ static PyObject *misuse(PyObject *self, PyObject *python_cache) {
     TRY(kvfast->attend(cache, 0, &one, &window, &out));
     TRY(kvfast->attend(cache, 0, &one, &threads, &out));
     TRY(kvfast->attend(cache, 7, &one, NULL, &out));
-    TRY(kvfast->advance(cache, 1)); /* layer 1 has none */
+    TRY(kvfast->advance(cache, 1)); /* layer 1 did not get its tokens */
     TRY(kvfast->advance(cache, 0));
     TRY(kvfast->truncate(cache, 1));
     TRY(kvfast->layer_length(cache, 2));

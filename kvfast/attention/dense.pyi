@@ -21,6 +21,7 @@ def attention(
     num_splits: int = ...,
     num_threads: int | None = ...,
     attention_chunk_size: int | None = ...,
+    spans: ArrayLike | None = ...,
 ) -> NDArray[Any]: ...
 @overload
 def attention(
@@ -40,6 +41,7 @@ def attention(
     num_splits: int = ...,
     num_threads: int | None = ...,
     attention_chunk_size: int | None = ...,
+    spans: ArrayLike | None = ...,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
 def merge_states(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike

@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The second step of attention: which positions each query sees, and the items that read them, which `cuts` cuts into tasks."""
 cimport cython
+import numpy as np
 
 from libc.math cimport INFINITY
 from libc.stdint cimport uint16_t
@@ -12,9 +13,12 @@ from kvfast.attention.request cimport Request, kv_request
 from kvfast.attention.tasks cimport kv_add_item, kv_call, kv_cut_context, kv_given, kv_item, kv_keys, kv_partial_floats, kv_query
 from kvfast.attention.workspace cimport DECODED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, Workspace
 from kvfast.codec.blocks cimport kv_context, kv_store, values_of
+from kvfast.core.checks cimport check_integers
 from kvfast.core.flags cimport kv_drop
 from kvfast.core.kernels cimport active, kv_rope_scratch, kv_wide_scratch
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_ROWS
+
+from kvfast.errors import DimensionMismatchError
 
 cdef enum:
     # Segments are read by the same tasks where there are LEAST_JOINED_TASKS, with LEAST_JOINED_PANELS panels each, or more
@@ -48,6 +52,7 @@ cdef class Plan:
         memset(&self.given, 0, sizeof(kv_given))
         self.work = self.context = self.uncounted = 0
         self.wide = self.packed = self.bad = False
+        self.num_spans = 0
         self.given.request, self.given.store, self.given.bad = request[0], store, &self.bad
         self.call.given, self.call.kernels, self.call.values, self.call.sinks = &self.given, active(), values_of(store), request.sinks
         self.call.num_q_heads, self.call.group = request.q.heads, <int>(request.q.heads // store.num_kv_heads)
@@ -66,6 +71,28 @@ cdef class Plan:
         self.call.queries = <kv_query *>self.workspace.reserve(QUERIES, queries * sizeof(kv_query))
         return self.call.items != NULL and self.call.queries != NULL
 
+    cdef int use_spans(self, object spans, str name, Py_ssize_t length) except -1:
+        """Let the tokens of each span see each other, in the next `ask` of a context of `length` tokens."""
+        cdef Py_ssize_t i
+        self.num_spans = 0
+        if spans is None or len(spans) == 0:
+            return 0
+        given = check_integers(spans, name, np.int64, 2)
+        if given.shape[1] != 2:
+            raise DimensionMismatchError(f"{name} must have shape (num_spans, 2), a start and a stop of each, got {given.shape}")
+        self.spans = given = given[np.argsort(given[:, 0], kind="stable")]
+        for i in range(self.spans.shape[0]):
+            start, stop = self.spans[i, 0], self.spans[i, 1]
+            if not 0 <= start < stop:
+                raise ValueError(f"{name} must have a start of at least 0 and a later stop each, got {start} and {stop}")
+            if stop > length:
+                raise ValueError(f"{name} must end within the {length} tokens that are held, got {start} to {stop}: append all tokens of a "
+                                 f"span before its queries attend")
+            if i and start < self.spans[i - 1, 1]:
+                raise ValueError(f"{name} must not overlap, got {self.spans[i - 1, 0]} to {self.spans[i - 1, 1]} and {start} to {stop}")
+        self.num_spans = self.spans.shape[0]
+        return 0
+
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
         """Set which positions each query sees. `num_queries` from `first_query` on are the last tokens of the context."""
         cdef Py_ssize_t i
@@ -76,12 +103,15 @@ cdef class Plan:
 
     cdef void sees(self, kv_query *query, Py_ssize_t position, Py_ssize_t length) noexcept nogil:
         """Set which of `length` positions a query at `position` sees."""
-        cdef Py_ssize_t chunk = self.given.request.chunk
+        cdef Py_ssize_t chunk = self.given.request.chunk, i
         query.position = position
         query.stop = position + 1 if self.given.request.causal else length
         query.start = max(<Py_ssize_t>0, position + 1 - self.given.request.window) if self.given.request.window else 0
         if chunk:
             query.start = max(query.start, position // chunk * chunk)
+        for i in range(self.num_spans):
+            if self.spans[i, 0] <= position < self.spans[i, 1]:
+                query.start, query.stop = min(query.start, <Py_ssize_t>self.spans[i, 0]), max(query.stop, <Py_ssize_t>self.spans[i, 1])
         query.sink_stop = min(max(self.given.request.num_sink_tokens, 0), query.start)
         query.parts = 0
 

@@ -230,6 +230,7 @@ class PagedKVCache(PagedStorage):
         num_splits: int = 0,
         num_threads: int | None = None,
         attention_chunk_size: int | None = None,
+        spans: Any = None,
     ) -> Any:
         """Attention of a ragged batch, prompts and single tokens mixed.
 
@@ -254,6 +255,8 @@ class PagedKVCache(PagedStorage):
         num_threads, attention_chunk_size
             As in `KVCache.attend`. In a pool with a window, the window and sinks of the pool are the defaults and the
             largest values allowed.
+        spans : list with one entry per sequence, optional
+            As in `KVCache.attend`, or None for a sequence without them.
 
         Returns
         -------
@@ -278,6 +281,7 @@ class PagedKVCache(PagedStorage):
             num_splits,
             num_threads,
             attention_chunk_size,
+            spans,
         )
         return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)
 
@@ -299,6 +303,7 @@ class PagedKVCache(PagedStorage):
         num_splits: int = 0,
         num_threads: int | None = None,
         attention_chunk_size: int | None = None,
+        spans: Any = None,
     ) -> AttendPlan:
         """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
@@ -307,7 +312,7 @@ class PagedKVCache(PagedStorage):
         layer, q, num_q_heads, dtype
             As in `KVCache.explain`.
         sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, sliding_window, num_sink_tokens, num_splits, \
-        num_threads, attention_chunk_size
+        num_threads, attention_chunk_size, spans
             As in `attend_batch`.
 
         Returns
@@ -321,6 +326,7 @@ class PagedKVCache(PagedStorage):
             num_splits=num_splits,
             num_threads=num_threads,
             attention_chunk_size=attention_chunk_size,
+            spans=spans,
         )
         return self._buffer.explain_batch(
             layer, q, num_q_heads, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade

@@ -120,8 +120,9 @@ class RingKVCache(SequenceCache):
     def _rotated(self, layer, q, options):
         if self._rope is None:
             return q, None
-        if options.attention_chunk_size:
-            raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
+        if options.attention_chunk_size or options.spans is not None:
+            name = "attention_chunk_size" if options.attention_chunk_size else "spans"
+            raise ValueError(f"{name} must be None in a ring with a rope, whose windows move with the queries")
         n, length = _num_tokens(q), self.layer_length(layer)
         options.made_for = length
         first = max(0, length - n)

@@ -125,6 +125,7 @@ class SequenceCache(Splicing, StoredSequence):
         num_splits: int = 0,
         num_threads: int | None = None,
         attention_chunk_size: int | None = None,
+        spans: ArrayLike | None = None,
     ) -> Any:
         """Attention of the last tokens to all tokens of a layer, computed on the stored bytes.
 
@@ -159,6 +160,9 @@ class SequenceCache(Splicing, StoredSequence):
         attention_chunk_size : int, optional
             Positions are cut into chunks of this size. A query sees no key of the chunks before its own, except the sinks. Needs
             ``causal=True``.
+        spans : integers of shape (num_spans, 2), optional
+            Starts and stops of positions whose tokens see each other, as those of an image (Gemma 3, PaliGemma) or of a prefix. All
+            tokens of a span must be appended before its queries attend. Such a query also sees all that it sees without spans.
 
         Returns
         -------
@@ -182,6 +186,7 @@ class SequenceCache(Splicing, StoredSequence):
             num_splits,
             num_threads,
             attention_chunk_size,
+            spans,
         )
         return self._buffer.attend(layer, *self._rotated(layer, q, options), options)
 
@@ -198,6 +203,7 @@ class SequenceCache(Splicing, StoredSequence):
         num_splits: int = 0,
         num_threads: int | None = None,
         attention_chunk_size: int | None = None,
+        spans: ArrayLike | None = None,
     ) -> AttendPlan:
         """Plan of the `attend` call without running it: kernels, tasks, threads, bytes to read, and slow paths.
 
@@ -210,7 +216,7 @@ class SequenceCache(Splicing, StoredSequence):
             Query heads, if `q` is a number of tokens; one for each KV head by default.
         dtype : str or dtype
             dtype of the queries, if `q` is not an array.
-        causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size
+        causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size, spans
             As in `attend`.
 
         Returns
@@ -239,6 +245,7 @@ class SequenceCache(Splicing, StoredSequence):
             num_splits=num_splits,
             num_threads=num_threads,
             attention_chunk_size=attention_chunk_size,
+            spans=spans,
         )
         return self._buffer.explain(layer, q, num_q_heads, dtype, options)
 

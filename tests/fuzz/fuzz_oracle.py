@@ -179,6 +179,7 @@ def exact_attention(
     sinks=None,
     alibi_slopes=None,
     attention_chunk_size=None,
+    spans=None,
 ):
     """Attention of queries at the positions `at` to keys at `positions`; otherwise as `reference.attention`."""
     q, k, v = (one.astype(np.float64) for one in (q, k, v))
@@ -206,6 +207,8 @@ def exact_attention(
     if attention_chunk_size:
         first = at[:, None] // attention_chunk_size * attention_chunk_size
         hidden |= (positions[None] < first) & (positions >= (num_sink_tokens or 0))
+    for start, stop in spans or ():
+        hidden &= ~np.logical_and.outer((start <= at) & (at < stop), (start <= positions) & (positions < stop))
     score[..., hidden] = -np.inf
     size[..., hidden] = 0
     top, largest = score.max(-1), size.max(-1)

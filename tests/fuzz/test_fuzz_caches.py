@@ -64,6 +64,7 @@ def test_exact_attention_is_that_of_the_reference(rng):
         {"softcap": 2.0, "scale": 0.7},
         {"sliding_window": 3, "num_sink_tokens": 2, "causal": False},
         {"attention_chunk_size": 4, "num_sink_tokens": 1},
+        {"spans": [(0, 2), (6, 8)], "sliding_window": 3},
         {"sinks": rng.standard_normal(6), "alibi_slopes": rng.random(6)},
     ):
         out, lse = reference.attention(q, k, v, **options)

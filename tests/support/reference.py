@@ -18,6 +18,7 @@ def attention(
     sinks=None,
     alibi_slopes=None,
     attention_chunk_size=None,
+    spans=None,
 ):
     """Attention of the last tokens: q (n, Hq, D), k (L, Hkv, D), v (L, Hkv, E) -> out (n, Hq, E), lse (n, Hq)."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
@@ -34,6 +35,8 @@ def attention(
         hidden |= (key <= at - sliding_window) & (key >= num_sink_tokens)
     if attention_chunk_size:
         hidden |= (key < at // attention_chunk_size * attention_chunk_size) & (key >= num_sink_tokens)
+    for start, stop in () if spans is None else spans:
+        hidden &= ~((start <= at) & (at < stop) & (start <= key) & (key < stop))
     out, lse = np.zeros((n, num_q_heads, v.shape[2])), np.zeros((n, num_q_heads))
     for kv_head in range(num_kv_heads):  # with all heads of queries that read it
         heads = slice(kv_head * group, (kv_head + 1) * group)

@@ -233,6 +233,8 @@ cdef class PagedBuffer(PagedSequences):
             count = batch.num_sequences
         else:
             count = len(seq_lens)
+        if request.spans is not None and len(request.spans) != count:
+            raise DimensionMismatchError(f"spans must have one entry for each of the {count} sequences, got {len(request.spans)}")
         fit_window(self.kind, &request.c)
         plan = open_plan(request, &self.pool.stores[number], self.pool.workspace, count)
         if batch is None:
@@ -257,6 +259,8 @@ cdef class PagedBuffer(PagedSequences):
                                      f"{starts[i + 1] - starts[i]} of them")
                 spliced.append(buffer.reader(number, table, number, starts[i], starts[i + 1] - starts[i]))
         if spliced:
+            if request.spans is not None:
+                raise ValueError("spans are not for a spliced sequence, whose tokens come from several texts")
             plan_spliced(plan, spliced)
         members = <kv_member *>plan.workspace.reserve(MEMBERS, count * sizeof(kv_member))
         if members == NULL:
@@ -280,6 +284,8 @@ cdef class PagedBuffer(PagedSequences):
                 if member.num_queries <= MAX_SHARED_QUERIES:
                     first = member.context.length - member.num_queries
                     member.shareable = min(first, floats_from(plan.given.store, &member.context, first)) // size
+            if request.spans is not None:
+                plan.use_spans(request.spans[i], f"spans[{i}]", member.context.length)
             plan.ask(&member.context, member.first_query, member.num_queries)
             if tables is not None and member.num_queries:
                 check_held(table, plan, member.first_query)

@@ -141,6 +141,10 @@ cdef class SequenceBuffer(SequenceTables):
         fit_window(table, &request.c)
         plan = open_plan(request, &table.pool.stores[layer], table.pool.workspace, 1)
         plan.uncounted = table.lengths[layer] - table.length
+        if request.spans is not None:
+            if self.segments is not None:
+                raise ValueError("spans are not for a spliced sequence, whose tokens come from several texts")
+            plan.use_spans(request.spans, "spans", context.length)
         if self.segments is not None:
             reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, request.c.q.tokens)
             plan_spliced(plan, [reader])

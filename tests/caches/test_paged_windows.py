@@ -224,7 +224,7 @@ def test_prefixes_are_found_behind_the_window(name, step):
 
 def test_a_prefix_needs_those_of_its_blocks_that_it_holds():
     """The pool gives what went back first to other use first; what a window needs is still found."""
-    pool, ids, stream = pool_of(num_blocks=24, num_sink_tokens=0), np.arange(700), Stream(6, 700, layers=2)
+    pool, ids, stream = pool_of(num_blocks=24, num_sink_tokens=0, block_size=32), np.arange(700), Stream(6, 700, layers=2)
     stream.feed(pool.new_sequence(), 480, 20, token_ids=ids).free()
     assert pool.num_cached_blocks == 15 and pool.num_free_blocks == 24
     held = stream.feed(pool.new_sequence(), 400, 400)  # 13 blocks, of which 9 were free
@@ -233,7 +233,7 @@ def test_a_prefix_needs_those_of_its_blocks_that_it_holds():
         assert len(pool.match_prefix(ids[:n])) == found
     sequence = pool.match_prefix(ids[:490])
     assert len(sequence) == 480 and blocks_held(pool.block_table([sequence])) == 4
-    with_sinks = pool_of(num_blocks=24)
+    with_sinks = pool_of(num_blocks=24, block_size=32)
     stream.feed(with_sinks.new_sequence(), 480, 20, token_ids=ids).free()
     found = with_sinks.match_prefix(ids[:490])
     assert len(found) == 480 and found.positions()[:6].tolist() == [0, 1, 2, 3, 4, 380]
@@ -316,7 +316,7 @@ def test_tables_of_sequences_as_plain_ones():
 
 
 def test_blocks_that_are_needed():
-    pool, stream = pool_of(num_blocks=8, rollback=0), Stream(9, 600, layers=2)
+    pool, stream = pool_of(num_blocks=8, rollback=0, block_size=32), Stream(9, 600, layers=2)
     sequence = pool.new_sequence()
     assert pool.can_append(256) and sequence.can_append(256)
     assert not pool.can_append(257) and not sequence.can_append(257)  # in one piece; in steps there is no end
@@ -387,7 +387,7 @@ def test_bad_input():
         ({"sliding_window": 0}, "sliding_window must be between 1 and .*, got 0"),
         ({"sliding_window": -3}, "sliding_window must be between 1 and .*, got -3"),
         ({"sliding_window": 1 << 41}, "sliding_window must be between 1 and"),
-        ({"sliding_window": 4}, "num_sink_tokens must be at most the window of 4, got 5"),
+        ({"sliding_window": 4}, "num_sink_tokens must be at most the sliding_window of 4, got 5"),
         ({"sliding_window": None}, "num_sink_tokens needs a sliding_window, .* got 5"),
         ({"rollback": -1}, "rollback must be between 0 and .*, got -1"),
         ({"num_sink_tokens": -1}, "num_sink_tokens must be between 0"),

@@ -248,7 +248,7 @@ def test_paged_sequences(dtype):
 
 def test_a_full_pool_refuses_and_leaves_the_sequence_as_it_was():
     rope = ROPES["none"]
-    pool = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=12, dtype="int8")
+    pool = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=12, block_size=32, dtype="int8")
     model = Model(pool.new_sequence(), rope).append(100)
     before = model.cache.k(0)
     with pytest.raises(kvfast.CacheFullError):

@@ -86,8 +86,8 @@ cdef class Plan:
             if not 0 <= start < stop:
                 raise ValueError(f"{name} must have a start of at least 0 and a later stop each, got {start} and {stop}")
             if stop > length:
-                raise ValueError(f"{name} must end within the {length} tokens that are held, got {start} to {stop}: append all tokens of "
-                                 f"a span before its queries attend")
+                raise ValueError(f"{name} must end within the {length} tokens that are held, got {start} to {stop}: append all "
+                                 f"tokens of a span before its queries attend")
             if i and start < self.spans[i - 1, 1]:
                 raise ValueError(f"{name} must not overlap, got {self.spans[i - 1, 0]} to {self.spans[i - 1, 1]} and {start} to {stop}")
         self.num_spans = self.spans.shape[0]

@@ -6,8 +6,8 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check --quiet .
 cython-lint kvfast
-clang-format --dry-run -Werror kvfast/simd/{coding/layout.inc,coding/seal.inc,vectors/pq.inc,vectors/rows.inc,isa/vec_scalar}.h
-if git grep -nIP '\t| +$' -- '*.h' '*.c' '*.py' '*.pyi' '*.pyx' '*.pxd' '*.sh' || git grep -nIP '^.{137}' -- 'kvfast/simd'; then
+clang-format --dry-run -Werror kvfast/simd/{coding/layout.inc,coding/seal.inc,vectors/pq.inc,vectors/rows.inc,isa/vec_scalar}.h kvfast/attention/walk/*.h
+if git grep -nIP '\t| +$' -- '*.h' '*.c' '*.py' '*.pyi' '*.pyx' '*.pxd' '*.sh' || git grep -nIP '^.{137}' -- 'kvfast/simd' 'kvfast/attention/walk'; then
     echo "a tab, blanks at the end of a line, or a long line: see above"
     exit 1
 fi

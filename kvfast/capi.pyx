@@ -14,8 +14,7 @@ from libc.string cimport memcpy, memset
 from kvfast.attention.options cimport Options
 from kvfast.attention.plan cimport Plan
 from kvfast.attention.request cimport FITS, has_finite_queries, kv_request, misfit
-from kvfast.attention.run cimport LOGS
-from kvfast.attention.tasks cimport run_tasks
+from kvfast.attention.run cimport LOGS, run_tasks
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.codec.encode cimport WRITTEN, encode_rows, work_of

@@ -3,7 +3,7 @@
 
 Every tier has *vectors* (``simd/vectors``), which take up to 16 query rows of a KV head at a time. Tiers with AVX-512 VNNI also
 have *words* (``simd/panels_vnni``): panels of many rows, multiplied as integers of 16 bits. The tier with a matrix unit has panels
-of its own (``simd/panels_amx``). `plan` tells from which number of rows and tokens panels pay.
+of its own (``simd/panels_amx``). `cuts` tells from which number of rows and tokens panels pay.
 """
 from libc.string cimport memset
 

@@ -1,12 +1,14 @@
 """The second step of attention: which positions each query sees, and how these are cut into tasks."""
 from kvfast.attention.request cimport Request, kv_request
-from kvfast.attention.tiles cimport kv_call, kv_item, kv_query
+from kvfast.attention.tasks cimport kv_call, kv_given, kv_item, kv_keys, kv_query
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport kv_context, kv_store
 
 
 cdef class Plan:
     cdef kv_call call
+    cdef kv_given given
+    cdef kv_keys *keys         # of the items
     cdef Workspace workspace
     cdef object keepalive      # arrays that the items point into
     cdef Py_ssize_t work       # bytes to read, more for many rows
@@ -22,12 +24,8 @@ cdef class Plan:
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil
     cdef void add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
                  int part) noexcept nogil
-    cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil
-    cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept nogil
-    cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil
+    cdef kv_item *open_item(self, const kv_context *context) noexcept nogil
     cdef void join(self, Py_ssize_t first_item) noexcept nogil
-    cdef void _cut_rows(self, kv_item *item) noexcept nogil
-    cdef Py_ssize_t _choose_row_blocks(self, Py_ssize_t panels, Py_ssize_t splits) noexcept nogil
     cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil
     cdef Py_ssize_t count_parts(self) noexcept nogil
     cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil

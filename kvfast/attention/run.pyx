@@ -1,14 +1,23 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The third step of attention: the tasks of a plan are run, or counted."""
+from libc.math cimport logf
+from libc.string cimport memset
+
 from kvfast.attention.plan cimport Plan, no_memory
 from kvfast.attention.request cimport Request
-from kvfast.attention.tasks cimport measure_tasks, run_tasks
-from kvfast.attention.tiles cimport kv_item, kv_traffic
+from kvfast.attention.spans cimport read
+from kvfast.attention.tasks cimport (kv_attend_task, kv_call, kv_given, kv_item, kv_merge, kv_open_task, kv_own, kv_query,
+                                     kv_read_items, kv_source, kv_task, kv_traffic)
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport kv_store, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name
-from kvfast.core.interrupt cimport check_stopped
-from kvfast.core.threads cimport gather, kv_team, threads_for
+from kvfast.core.arrays cimport kv_rows
+from kvfast.core.interrupt cimport check_stopped, kv_watch
+from kvfast.core.kernels cimport KV_FLOAT32
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM
+from kvfast.core.scratch cimport give_scratch, take_scratch
+from kvfast.core.threads cimport DYNAMIC, STATIC, gather, kv_team, run_each, threads_for
+from kvfast.core.wipe cimport kv_wipe, kv_wipe_pages, kv_wipe_stack
 
 from kvfast.attention.explained import AttendItem, AttendPlan
 from kvfast.core import slow_paths
@@ -16,13 +25,20 @@ from kvfast.errors import NonFiniteInputError
 
 LOGS = slow_paths.LOGS
 
+cdef enum:
+    # One thread merges fewer partial results than this before a second team of threads could start.
+    SERIAL_MERGE = 512
+
+cdef kv_source _SOURCE
+_SOURCE.read, _SOURCE.write = read, _write
+
 
 cdef object run_plan(Request request, Plan plan):
     """The output of a call, or a tuple of it and the log-sum-exp."""
     cdef kv_team team
     cdef bint done
     # A megabyte or two per thread: only caches of latent rows keep it, as every token of theirs needs it.
-    cdef Workspace scratch = Workspace() if plan.wide and not plan.call.store.latent else plan.workspace
+    cdef Workspace scratch = Workspace() if plan.wide and not plan.given.store.latent else plan.workspace
     scratch.secure = plan.workspace.secure
     gather(&team, request.num_threads, <double>plan.work)
     if not plan.prepare(scratch, team.threads):
@@ -42,17 +58,22 @@ cdef object run_plan(Request request, Plan plan):
 
 cdef object explain_plan(Request request, Plan plan, str storage):
     """The AttendPlan of a call, which is not run."""
-    cdef const kv_store *store = plan.call.store
+    cdef const kv_store *store = plan.given.store
     cdef kv_traffic traffic
+    cdef void *scratch
     cdef kv_item *item
     cdef Py_ssize_t i, rows = 1
     cdef int threads = threads_for(request.num_threads, <double>plan.work)
     plan.count_parts()
-    cdef bint measured
-    with nogil:
-        measured = measure_tasks(&plan.call, &traffic)
-    if not measured:
+    # The tasks run, read no queries and write no output: they count.
+    memset(&traffic, 0, sizeof(traffic))
+    plan.call.source, plan.given.traffic, plan.given.scratch = &_SOURCE, &traffic, &scratch
+    if not take_scratch(&scratch, 1):
         raise no_memory()
+    with nogil:
+        for i in range(plan.call.num_tasks):
+            _attend(&plan.call, i, 0, NULL)
+    give_scratch(&scratch, 1)
     panels = ("attend_panels",) if plan.wide else ()
     items = []
     for i in range(plan.call.num_items):
@@ -65,13 +86,13 @@ cdef object explain_plan(Request request, Plan plan, str storage):
         float_kernels=() if store.floats == NULL else _kernels_of(store.floats),
         q_shape=(request.c.q.tokens, request.c.q.heads, request.c.q.dim), q_dtype=dtype_name(request.c.q.dtype),
         num_kv_heads=store.num_kv_heads, v_head_dim=values_of(store).head_dim, context=plan.context, uncounted=plan.uncounted,
-        tile=plan.call.tile, float_tile=plan.call.float_tile, rows=rows, num_threads=threads, num_tasks=plan.call.num_tasks,
+        tile=plan.given.tile, float_tile=plan.given.float_tile, rows=rows, num_threads=threads, num_tasks=plan.call.num_tasks,
         items=tuple(items), code_bytes=traffic.codes, scale_bytes=traffic.scales, float_bytes=traffic.floats,
         operations=int(traffic.operations), notes=tuple([text for _, text in _notes(request, plan, threads)]))
 
 
 cdef list _notes(Request request, Plan plan, int threads):
-    cdef const kv_store *store = plan.call.store
+    cdef const kv_store *store = plan.given.store
     # In a store of latent rows v is the rotary part. Notes describe the width of the latents alone.
     sides = {store.k.head_dim: store.k.rotated}
     if not store.latent:
@@ -85,3 +106,76 @@ cdef tuple _kernels_of(const kv_store *store):
     if store.latent:
         return f"scores_{codes_name(store.k.dtype)}", "accumulate_latent"
     return f"scores_{codes_name(store.k.dtype)}", f"accumulate_{codes_name(store.v.dtype)}"
+
+
+cdef bint run_tasks(kv_call *call, kv_team *team) noexcept nogil:
+    cdef kv_given *given = <kv_given *>call.given
+    cdef kv_team merging = team[0]
+    if not take_scratch(given.scratch, team.threads):
+        return False
+    call.source, given.watch = &_SOURCE, team.watch
+    run_each(team, _attend, call, call.num_tasks, DYNAMIC)
+    give_scratch(given.scratch, team.threads)
+    if call.partials != NULL:
+        if given.parts < SERIAL_MERGE or given.request.q.tokens == 1:
+            merging.threads = 1
+        run_each(&merging, _merge, call, given.request.q.tokens, STATIC)
+    return True
+
+
+cdef int _attend(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    cdef const kv_call *call = <const kv_call *>shared
+    cdef const kv_given *given = <const kv_given *>call.given
+    cdef kv_own *own = <kv_own *>given.scratch[thread]
+    cdef kv_task task
+    own.rope = given.rope + thread if given.rope != NULL else NULL
+    own.decoded = given.decoded + thread * given.decoded_size if given.decoded != NULL else NULL
+    task.own, task.narrow = own, &own.scratch
+    task.wide = given.wide + thread if given.wide != NULL else NULL
+    task.rest = own.rest if call.values.dtype == KV_FLOAT32 else NULL
+    task.options.softcap, task.options.query_at, task.options.bias = given.request.softcap, own.query_at, NULL
+    task.options.slopes = own.slopes if given.request.slopes != NULL else NULL
+    own.scratch.queries.room = own.scratch.softmax.room = &own.room
+    if task.wide != NULL:
+        task.wide.operands.room = &own.room
+    if own.rope != NULL:
+        own.rope.queries.room = &own.room
+    kv_open_task(&task, call, index)
+    if given.traffic != NULL:
+        kv_read_items(&task)
+        return 0
+    kv_attend_task(&task)
+    if given.store.secure:
+        kv_wipe_pages(<char *>own, sizeof(kv_own))
+        kv_wipe_stack()
+    return 0
+
+
+cdef void _write(const kv_call *call, const kv_query *query, Py_ssize_t q_head, float *row, float top, float l) noexcept nogil:
+    """Write an output row, and its log-sum-exp; see `kv_source`."""
+    cdef const kv_given *given = <const kv_given *>call.given
+    cdef const kv_rows *out = &given.request.out
+    cdef Py_ssize_t dim = call.values.head_dim
+    if call.values.rotated:
+        call.kernels.rotate(row, dim, 1, dim, row, dim)
+    # Every query sees at least its own token, so l is 0 or NaN only if scores were beyond float32; see exp in simd/vectors/rows.inc.h.
+    if not l > 0 or call.kernels.find_unstorable(row, dim, dtype_limit(out.dtype)) >= 0:
+        given.bad[0] = 1
+    call.kernels.from_float[out.dtype](row, dim, out.data + query.token * out.token_stride + q_head * out.head_stride)
+    if given.request.lse != NULL:
+        given.request.lse[query.token * call.num_q_heads + q_head] = top + logf(l)
+
+
+cdef int _merge(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noexcept nogil:
+    """Merge the partial results of one query token."""
+    cdef const kv_call *call = <const kv_call *>shared
+    cdef const kv_query *query = call.queries + token
+    cdef Py_ssize_t q_head
+    cdef float sums[KV_MAX_HEAD_DIM]
+    if query.parts == 1:
+        return 0
+    for q_head in range(call.num_q_heads):
+        kv_merge(call, query, q_head, sums)
+    if (<const kv_given *>call.given).store.secure:
+        kv_wipe(sums, sizeof(sums))
+    return 0

@@ -1,8 +1,10 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Which positions of a span a task reads from codes, and which from float rows: the first tokens, the newest, and those of patched
-blocks."""
-from kvfast.attention.tiles cimport attend_range, kv_call, kv_range, kv_task, step_of
+"""What a task reads of an item: which positions its rows see, and which of a span it reads from codes, and which from float rows: the
+first tokens, the newest, and those of patched blocks."""
+from kvfast.attention.tasks cimport given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_task, own_of
+from kvfast.attention.tiles cimport attend_range, kv_range, load, step_of, touch, touch_first_floats, touch_sinks
 from kvfast.codec.blocks cimport block_of, kv_context, kv_store, patched_from
+from kvfast.core.limits cimport KV_TASK_ROWS
 
 
 cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil:
@@ -33,27 +35,78 @@ cdef Py_ssize_t _next_patch(const kv_store *store, const kv_context *context, Py
     return end
 
 
-cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,
+cdef Py_ssize_t _ZEROS[KV_TASK_ROWS]
+
+
+cdef void read(kv_task *task) noexcept nogil:
+    """Read what the task's rows see of its split of an item; see `kv_source`."""
+    cdef const kv_call *call = task.call
+    cdef const kv_given *given = given_of(task)
+    cdef const kv_item *item = task.item
+    cdef const kv_query *query
+    cdef kv_own *own = own_of(task)
+    cdef kv_range rest
+    cdef Py_ssize_t begin = item.end, end = 0, sinks_end = 0  # what all rows together see of the split
+    cdef Py_ssize_t token, split_begin = item.begin + task.split * item.split_tokens
+    cdef int r, step = step_of(task)
+    for r in range(task.rows):
+        token = kv_query_of(call, item, task.first_row + r)
+        query = call.queries + token
+        own.tokens[r] = token
+        own.q_heads[r] = task.head * call.group + (task.first_row + r) % call.group
+        own.query_at[r] = query.position
+        if given.request.slopes != NULL:
+            own.slopes[r] = given.request.slopes[own.q_heads[r]]
+        own.starts[r], own.stops[r], own.sink_stops[r] = query.start, query.stop, query.sink_stop
+        begin = min(begin, query.start)
+        end = max(end, query.stop)
+        sinks_end = max(sinks_end, query.sink_stop)
+    begin = max(begin // step * step, split_begin)
+    end = min(min(end, item.end), split_begin + item.split_tokens)
+    if task.split > 0 or item.part > 0:
+        sinks_end = 0
+
+    # Prefetch the first keys: no earlier tile did.
+    if sinks_end > 0:
+        touch_sinks(task, sinks_end)
+    if not given.store.seals or begin < keys_of(task).context.floats_begin:
+        touch(task, begin, given.tile)
+    if given.store.float_tokens and (sinks_end > 0 or begin < given.store.float_tokens):
+        touch_first_floats(task)
+
+    if sinks_end > 0:
+        load(task, &given.request.q if given.request.sink_q.data == NULL else &given.request.sink_q)
+        rest = kv_range(given.store, given.tile, begin, end)
+        _attend_span(task, 0, sinks_end, _ZEROS, own.sink_stops, &rest)
+    if sinks_end == 0 or given.request.sink_q.data != NULL:
+        load(task, &given.request.q)
+    if begin < end:
+        _attend_span(task, begin, end, own.starts, own.stops, NULL)
+
+
+cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,
                        const Py_ssize_t *stops, const kv_range *following) noexcept nogil:
     """Read the positions begin, where a tile or a block begins, to end, from codes and from float rows."""
-    cdef const kv_call *call = task.call
-    cdef const kv_store *store = call.store
+    cdef const kv_given *given = given_of(task)
+    cdef const kv_store *store = given.store
+    cdef const kv_context *context = &keys_of(task).context
+    cdef kv_own *own = own_of(task)
     cdef kv_range ranges[3]   # codes up to the next patch, the newest tokens, the first tokens (prefetched long before)
     cdef kv_range patch
     cdef Py_ssize_t codes_end, position
     cdef Py_ssize_t some_floats = end, all_codes = 0, first = store.float_tokens
     cdef bint sees_first = False
-    cdef Py_ssize_t *from_floats = task.from_floats
-    cdef Py_ssize_t *lower = task.lower
-    cdef Py_ssize_t *upper = task.upper
+    cdef Py_ssize_t *from_floats = own.from_floats
+    cdef Py_ssize_t *lower = own.lower
+    cdef Py_ssize_t *upper = own.upper
     cdef const kv_range *after
     cdef int i, r, step = step_of(task)
-    ranges[0] = kv_range(store, call.tile, begin, end)
+    ranges[0] = kv_range(store, given.tile, begin, end)
     if store.floats == NULL:
         attend_range(task, &ranges[0], starts, stops, following)
         return
     for r in range(task.rows):
-        from_floats[r] = floats_from(store, &task.item.context, call.queries[task.tokens[r]].position)
+        from_floats[r] = floats_from(store, context, task.call.queries[own.tokens[r]].position)
         if max(starts[r], first, from_floats[r]) < stops[r]:
             some_floats = min(some_floats, from_floats[r])
         sees_first = sees_first or starts[r] < min(stops[r], first)
@@ -62,17 +115,17 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
     # a ring's window may have left the start. Tiles of float rows begin at multiples of their size, wherever a window
     # begins: what lies before `begin` is masked.
     ranges[0].end = min(all_codes, end)
-    ranges[2] = kv_range(store.floats, call.float_tile, begin, min(first, end) if sees_first else begin)
-    ranges[1] = kv_range(store.floats, call.float_tile, end, end)
+    ranges[2] = kv_range(store.floats, given.float_tile, begin, min(first, end) if sees_first else begin)
+    ranges[1] = kv_range(store.floats, given.float_tile, end, end)
     if some_floats < end:
-        ranges[1].begin = max(begin, some_floats) // call.float_tile * call.float_tile
+        ranges[1].begin = max(begin, some_floats) // given.float_tile * given.float_tile
     codes_end, position = ranges[0].end, begin
-    patch = kv_range(store.floats, call.float_tile, 0, 0)
+    patch = kv_range(store.floats, given.float_tile, 0, 0)
     while True:
-        ranges[0].end = _next_patch(store, &task.item.context, position, codes_end, &patch.end)
+        ranges[0].end = _next_patch(store, context, position, codes_end, &patch.end)
         if ranges[0].end >= codes_end:
             break
-        patch.begin = ranges[0].end // call.float_tile * call.float_tile
+        patch.begin = ranges[0].end // given.float_tile * given.float_tile
         for r in range(task.rows):
             lower[r], upper[r] = max(starts[r], first, position), min(stops[r], from_floats[r], ranges[0].end)
         if position < ranges[0].end:

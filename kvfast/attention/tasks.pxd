@@ -1,7 +1,124 @@
-"""Fused attention over blocks, wherever they come from."""
-from kvfast.attention.tiles cimport kv_call, kv_traffic
-from kvfast.core.threads cimport kv_team
+"""The walk of attention, which ``walk/`` has in C, and the structs of kvfast's own source of rows."""
+from libc.stdint cimport int32_t, int64_t, uint16_t
+
+from kvfast.attention.request cimport kv_request
+from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.core.interrupt cimport kv_watch
+from kvfast.core.kernels cimport (kv_kernels, kv_room, kv_rope_scratch, kv_score_options, kv_scratch, kv_side, kv_transform,
+                                  kv_wide_scratch)
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
 
 
-cdef bint run_tasks(kv_call *call, kv_team *team) noexcept nogil                 # False: out of memory, and nothing has run
-cdef bint measure_tasks(kv_call *call, kv_traffic *traffic) noexcept nogil
+cdef extern from "attention/walk/walk.h" nogil:
+    ctypedef struct kv_call
+    ctypedef struct kv_task
+
+    ctypedef struct kv_query:
+        Py_ssize_t token, position, sink_stop, start, stop, partial
+        int parts
+
+    ctypedef struct kv_item:
+        const void *keys           # a kv_keys
+        const int32_t *members
+        Py_ssize_t first_query, num_queries, begin, end, split_tokens, splits, row_blocks, first_task
+        int part, block_rows, continues
+
+    ctypedef struct kv_source:
+        void (*read)(kv_task *task) noexcept nogil
+        void (*write)(const kv_call *call, const kv_query *query, Py_ssize_t q_head, float *row, float top, float l) noexcept nogil
+
+    ctypedef struct kv_call:
+        const kv_kernels *kernels
+        const kv_source *source
+        const void *given          # a kv_given
+        const kv_side *values
+        const float *sinks
+        Py_ssize_t num_q_heads, num_items, num_queries, num_tasks
+        int group
+        kv_item *items
+        kv_query *queries
+        float *partials
+
+    ctypedef struct kv_task:
+        const kv_call *call
+        const kv_item *item
+        int head, rows
+        Py_ssize_t first_row, split
+        kv_score_options options
+        kv_scratch *narrow
+        kv_wide_scratch *wide
+        float *rest
+        void *own                  # a kv_own
+
+    int kv_num_blocks(const kv_task *task)
+    Py_ssize_t kv_query_of(const kv_call *call, const kv_item *item, Py_ssize_t row)
+    void kv_cut_context(kv_item *item, Py_ssize_t end, Py_ssize_t split_tokens)
+    void kv_add_item(kv_call *call)
+    void kv_open_task(kv_task *task, const kv_call *call, Py_ssize_t index)
+    void kv_read_items(kv_task *task)
+    void kv_attend_task(kv_task *task)
+    Py_ssize_t kv_partial_floats(const kv_side *values)
+    void kv_merge(const kv_call *call, const kv_query *query, Py_ssize_t q_head, float *sums)
+
+
+# Where the keys of an item are.
+ctypedef struct kv_keys:
+    kv_context context
+    kv_transform rotation      # of the queries, back to where its keys were rotated; cos NULL: none
+
+
+# What a call reads and computes, counted over all passes.
+ctypedef struct kv_traffic:
+    Py_ssize_t codes           # bytes
+    Py_ssize_t scales          # bytes of scales of tokens and channels, and of means
+    Py_ssize_t floats          # bytes of float rows
+    double operations          # multiplications and additions of scores and sums
+
+
+# What a call is given besides what every walk has.
+ctypedef struct kv_given:
+    const kv_store *store
+    kv_request request
+    int tile                   # tokens between two softmax corrections
+    int float_tile             # the same for float rows
+    int wide_kind              # KV_INTEGERS or KV_HALVES: what panels are multiplied with
+    Py_ssize_t parts           # partial results
+    void **scratch             # (threads,) memory for a kv_own each
+    kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
+    kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
+    uint16_t *decoded          # (threads, decoded_size) a tile of each thread, or NULL where rows are read where they lie
+    Py_ssize_t decoded_size    # elements of a tile
+    int *bad                   # set when a row of the output is not finite
+    kv_traffic *traffic        # where `explain_plan` counts, else NULL
+    kv_watch *watch            # or NULL
+
+
+# What a task works in, with up to KV_ROWS query rows, or KV_TASK_ROWS in the wide scratch. It is too large for a stack.
+ctypedef struct kv_own:
+    kv_scratch scratch
+    kv_room room
+    float rest[2 * KV_ROWS * KV_MAX_HEAD_DIM]
+    Py_ssize_t starts[KV_TASK_ROWS]        # what each row sees of an item
+    Py_ssize_t stops[KV_TASK_ROWS]
+    Py_ssize_t sink_stops[KV_TASK_ROWS]
+    Py_ssize_t from_floats[KV_TASK_ROWS]   # of a span: where each row begins to read float rows,
+    Py_ssize_t lower[KV_TASK_ROWS]         # and what it sees of a range
+    Py_ssize_t upper[KV_TASK_ROWS]
+    kv_rope_scratch *rope      # or NULL
+    uint16_t *decoded          # or NULL
+    float slopes[KV_TASK_ROWS]
+    int64_t query_at[KV_TASK_ROWS]    # position of each row's query
+    Py_ssize_t tokens[KV_TASK_ROWS]   # query of each row
+    Py_ssize_t q_heads[KV_TASK_ROWS]
+
+
+cdef inline const kv_given *given_of(const kv_task *task) noexcept nogil:
+    return <const kv_given *>task.call.given
+
+
+cdef inline kv_own *own_of(const kv_task *task) noexcept nogil:
+    return <kv_own *>task.own
+
+
+cdef inline const kv_keys *keys_of(const kv_task *task) noexcept nogil:
+    return <const kv_keys *>task.item.keys

@@ -1,14 +1,17 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""How one task of attention reads a span of positions: tile by tile, from codes or float rows, for a few query
-rows or for panels of them.
+"""How one task of attention loads its query rows, and reads a span of positions: tile by tile, from codes or float rows, for a few rows
+or for panels of them.
 
 The task finds the blocks of its sequence, and prefetches the next tile while it reads one.
 """
-from libc.stdint cimport int32_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport int32_t, uint16_t
+from libc.string cimport memset
 
-from kvfast.attention.tile_size cimport token_bytes
-from kvfast.codec.blocks cimport block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at, v_offset_of
+from kvfast.attention.cuts cimport token_bytes
+from kvfast.attention.tasks cimport given_of, keys_of, kv_given, kv_num_blocks, kv_own, kv_traffic, own_of
+from kvfast.codec.blocks cimport (KV_TO_QUERIES, block_of, change_key_basis, k_block_at, k_offset_of, kv_context, kv_store, piece_of,
+                                  v_block_at, v_offset_of)
+from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT8, int8_by_side, kv_ahead, kv_bends, kv_kernels, kv_panel, kv_prefetch,
                                   kv_scratch, kv_side, kv_softmax, kv_tile)
@@ -16,14 +19,62 @@ from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_PIECE, KV_ROWS, KV_
 
 cdef extern from *:
     """
-    #define kv_touch(address) __builtin_prefetch(address)
+    static inline void kv_touch(const char *at, ptrdiff_t n) { for (ptrdiff_t i = 0; i < n; i += 64) __builtin_prefetch(at + i); }
     """
-    void kv_touch(const void *address) noexcept nogil
+    void kv_touch(const char *at, Py_ssize_t n) noexcept nogil
+
+
+cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
+    """Load the queries of the task's rows, in the basis of the keys."""
+    cdef const kv_given *given = given_of(task)
+    cdef const kv_store *store = given.store
+    cdef kv_own *own = own_of(task)
+    cdef const kv_side *rope = &store.v if own.rope != NULL else NULL
+    # Whether the words of all keys are codes; see simd/panels_vnni/codes.inc.h.
+    cdef bint exact = (store.floats == NULL and store.k.family != KV_FLOAT_ROWS and store.k.channels == 0
+                       and (rope == NULL or (rope.family != KV_FLOAT_ROWS and rope.channels == 0)))
+    cdef int i
+    if given.traffic != NULL:
+        return
+    if task.wide == NULL:
+        _load_rows(task, q, &store.k, 0, task.rows, task.narrow.rows)
+        if rope != NULL:
+            _load_rows(task, &given.request.rope_q, rope, 0, task.rows, own.rope.rows)
+        return
+    for i in range(kv_num_blocks(task)):
+        _load_rows(task, q, &store.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
+        if rope != NULL:
+            _load_rows(task, &given.request.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
+        task.call.kernels.prepare_panel[given.wide_kind](&store.k, task.wide.rows, rope, task.wide.rope_rows, given.request.scale,
+                                                         exact, task.wide.panels + i)
+
+
+cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count, float *rows) noexcept nogil:
+    """Load `count` rows as floats; rows beyond those of the task are 0."""
+    cdef const kv_kernels *kernels = task.call.kernels
+    cdef const kv_store *store = given_of(task).store
+    cdef const kv_own *own = own_of(task)
+    cdef int r, given = min(count, task.rows - first)
+    cdef Py_ssize_t token
+    cdef float *row = rows
+    for r in range(first, first + given):
+        token = task.call.queries[own.tokens[r]].token
+        kernels.to_float[q.dtype](q.data + token * q.token_stride + own.q_heads[r] * q.head_stride, k.head_dim, row)
+        if keys_of(task).rotation.cos != NULL:
+            kernels.transform(row, k.head_dim, 1, k.head_dim, &keys_of(task).rotation, row, k.head_dim)
+        memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
+        row += k.padded_dim
+    if k == &store.k:
+        change_key_basis(kernels, store, task.head, KV_TO_QUERIES, rows, k.padded_dim, given, rows, k.padded_dim)
+    elif k.rotated:
+        kernels.rotate(rows, k.padded_dim, given, k.head_dim, rows, k.padded_dim)
+    memset(row, 0, (count - given) * k.padded_dim * sizeof(float))
+
 
 cdef int step_of(const kv_task *task) noexcept nogil:
     """A task may begin to read codes at multiples of this: panels where their tiles begin, as these sum tokens in groups that lie at
     the same positions for all rows; a few rows at a block, too."""
-    return KV_MATRIX_TILE if task.wide != NULL else min(task.call.tile, task.call.store.k.block_size)
+    return KV_MATRIX_TILE if task.wide != NULL else min(given_of(task).tile, given_of(task).store.k.block_size)
 
 
 cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t position, int tile, kv_tile *k,
@@ -33,8 +84,8 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
     A position without a block is mapped to any block that exists: its tokens are masked or only prefetched, so the
     address just has to be readable.
     """
-    cdef const kv_context *context = &task.item.context
-    cdef const kv_store *blocks = task.call.store
+    cdef const kv_context *context = &keys_of(task).context
+    cdef const kv_store *blocks = given_of(task).store
     cdef int shift = store.block_shift, coarser = blocks.block_shift - shift, i
     cdef bint floats = store != blocks   # a piece has as many tokens as the smallest block
     cdef Py_ssize_t index = position >> shift, last = (context.length - 1) >> shift, at
@@ -68,24 +119,12 @@ cdef void attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *
                         const kv_range *following) noexcept nogil:
     """Read a range. Row r sees its positions from starts[r] to stops[r]. The last tile prefetches the start of
     `following`, if there is one."""
-    if task.call.traffic != NULL:
+    if given_of(task).traffic != NULL:
         _count(task, range_)
     elif task.wide == NULL:
         _attend_tiles(task, range_, starts, stops, following)
     else:
         _attend_panels(task, range_, starts, stops)
-
-
-cdef void copy_rows(const kv_softmax *state, const float *acc, Py_ssize_t dim, unsigned rows, kv_panel *panel) noexcept nogil:
-    """Copy the running softmax of the rows whose bit is set to a panel."""
-    cdef int r
-    cdef Py_ssize_t i
-    for r in range(panel.rows):
-        if not rows >> r & 1:
-            continue
-        for i in range(dim // KV_LANES):
-            memcpy(panel.acc + (i * KV_ROWS + r) * KV_LANES, acc + r * dim + i * KV_LANES, KV_LANES * sizeof(float))
-        panel.m[r], panel.l[r], panel.noise[r] = state.m[r], state.l[r], state.noise[r]
 
 
 cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t *starts,
@@ -98,7 +137,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     cdef kv_tile keys[2]
     cdef kv_tile values[2]
     cdef Py_ssize_t t = range_.begin, next_t, all_from = 0, all_to = range_.end
-    cdef int now = 0, panels_used = num_panels(task), r, count, all_seen = 0   # tokens of a tile that all rows see
+    cdef int now = 0, panels_used = kv_num_blocks(task), r, count, all_seen = 0   # tokens of a tile that all rows see
     cdef bint seen = False
     if not task.call.kernels.has_matrix:  # words are summed in groups that lie at the same positions for all rows
         t = t // KV_WORD_GROUP * KV_WORD_GROUP
@@ -107,7 +146,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     for r in range(task.rows, panels_used * KV_ROWS):
         panels[panels_used - 1].start[r % KV_ROWS] = panels[panels_used - 1].stop[r % KV_ROWS] = 0
     while t < range_.end:
-        if is_stopped(task.call.watch):
+        if is_stopped(given_of(task).watch):
             return
         next_t = min((t // KV_MATRIX_TILE + 1) * KV_MATRIX_TILE, range_.end)
         if t <= range_.begin:
@@ -129,7 +168,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
             if all_from <= t and t + count <= all_to:
                 all_seen = count
         if seen:
-            task.call.kernels.attend_panels[task.call.wide_kind](
+            task.call.kernels.attend_panels[given_of(task).wide_kind](
                 &store.k, &store.v, &keys[now], &values[now], &keys[1 - now], &values[1 - now], t,
                 &task.wide.operands, panels, panels_used)
         now = 1 - now
@@ -145,7 +184,8 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef const kv_store *next_store = store
     cdef const kv_side *k = &store.k
     cdef const kv_side *v = &store.v
-    cdef kv_scratch *scratch = &task.scratch
+    cdef kv_own *own = own_of(task)
+    cdef kv_scratch *scratch = task.narrow
     cdef kv_softmax *state = &scratch.softmax
     cdef kv_ahead ahead
     cdef kv_tile keys[2]
@@ -155,19 +195,19 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef int last[16]
     cdef Py_ssize_t t = range_.begin, end = range_.end, next_t, next_count
     cdef Py_ssize_t k_bytes = token_bytes(k) * tile, v_bytes = token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
-    # A pass can only prefetch the other side where whole panels of one fit a piece of the other. Latent rows may have no other side.
-    cdef bint own_side = (int8_by_side() and k.dtype == KV_INT8 and v.dtype == KV_INT8) or (
+    # A pass can only prefetch the other side where whole panels of one fit a piece of the other, and latent rows have none.
+    cdef bint own_side = store.latent or (int8_by_side() and k.dtype == KV_INT8 and v.dtype == KV_INT8) or (
         v_bytes > 0 and lead % min(k_bytes, v_bytes) != 0)
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
-    kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.request.scale, &scratch.queries)
+    kernels.prepare[k.dtype](k, scratch.rows, task.rows, given_of(task).request.scale, &scratch.queries)
     if not store.latent and not kv_bends(&task.options):
         scratch.queries.most = state.m
-    if task.rope != NULL:
-        kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.request.scale, &task.rope.queries)
+    if own.rope != NULL:
+        kernels.prepare[v.dtype](v, own.rope.rows, task.rows, given_of(task).request.scale, &own.rope.queries)
     _locate(task, store, t, tile, &keys[0], &values[0])
     while t < end:
-        if is_stopped(task.call.watch):
+        if is_stopped(given_of(task).watch):
             break
         next_t = (t // tile + 1) * tile
         count = <int>(min(next_t, end) - t)
@@ -188,22 +228,27 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
             first[r] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
         if store.decode != NULL:
-            _attend_decoded(task, store, t, count, first, last)
-        elif store.latent:
-            _aim(&ahead.next, k, next_keys, tile, next_count)
+            _decode(task, k, store.k_codes, t, count, &keys[now], &ahead)
+        elif own_side:
+            _aim(&ahead.next, &next_store.k, next_keys, next_tile, next_count)
             ahead.after, ahead.lead = ahead.next, 0
-            _attend_latent(task, store, &keys[now], &values[now], first, last, t, &ahead)
         else:
-            if own_side:
-                _aim(&ahead.next, &next_store.k, next_keys, next_tile, next_count)
-                ahead.after, ahead.lead = ahead.next, 0
-            else:
-                _aim(&ahead.next, v, &values[now], <int>(next_t - t), count)
-                _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
-                ahead.lead = lead - k_bytes
-            kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
-            kernels.softmax(state, task.rows, count, first, last, t, &task.options)
-            if own_side:
+            _aim(&ahead.next, v, &values[now], <int>(next_t - t), count)
+            _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
+            ahead.lead = lead - k_bytes
+        kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
+        if own.rope != NULL:
+            kernels.scores[v.dtype](v, &own.rope.queries, task.rows, &values[now], &ahead, own.rope.scores)
+            for r in range(task.rows):
+                kernels.scale_add(state.weights + r * KV_TILE, 1.0, own.rope.scores + r * KV_TILE, 1.0,
+                                  (count + KV_LANES - 1) // KV_LANES * KV_LANES)
+        kernels.softmax(state, task.rows, count, first, last, t, &task.options)
+        if store.latent:  # the rows are in the processor's cache, and now they are values
+            kernels.accumulate_latent(k, state, task.rows, &keys[now], &ahead, scratch.acc)
+        else:
+            if store.decode != NULL:
+                _decode(task, v, store.v_codes, t, count, &values[now], &ahead)
+            elif own_side:
                 _aim(&ahead.next, &next_store.v, next_values, next_tile, next_count)
                 ahead.after = ahead.next
             else:
@@ -215,53 +260,22 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         t = next_t
 
 
-cdef void _attend_latent(kv_task *task, const kv_store *store, const kv_tile *latents, const kv_tile *rope, const int *first,
-                         const int *last, Py_ssize_t position, const kv_ahead *ahead) noexcept nogil:
-    """Read one tile of latent rows: first as keys, then as values, when they are in the processor's cache."""
-    cdef const kv_kernels *kernels = task.call.kernels
-    cdef const kv_side *k = &store.k
-    cdef kv_scratch *scratch = &task.scratch
-    cdef kv_softmax *state = &scratch.softmax
-    cdef int r
-    kernels.scores[k.dtype](k, &scratch.queries, task.rows, latents, ahead, state.weights)
-    if task.rope != NULL:
-        kernels.scores[store.v.dtype](&store.v, &task.rope.queries, task.rows, rope, ahead, task.rope.scores)
-        for r in range(task.rows):
-            kernels.scale_add(state.weights + r * KV_TILE, 1.0, task.rope.scores + r * KV_TILE, 1.0,
-                              (latents.count + KV_LANES - 1) // KV_LANES * KV_LANES)
-    kernels.softmax(state, task.rows, latents.count, first, last, position, &task.options)
-    kernels.accumulate_latent(k, state, task.rows, latents, ahead, scratch.acc)
-
-
-cdef void _attend_decoded(kv_task *task, const kv_store *store, Py_ssize_t t, int count, const int *first,
-                          const int *last) noexcept nogil:
-    """Read one tile that has no rows yet: its keys are decoded to float16 into the processor's cache, and then its values."""
-    cdef const kv_kernels *kernels = task.call.kernels
-    cdef kv_scratch *scratch = &task.scratch
-    cdef kv_softmax *state = &scratch.softmax
-    cdef kv_tile tile
-    cdef kv_ahead ahead
-    tile.base, tile.at[0], tile.first, tile.count = <const char *>task.decoded, 0, 0, count
-    ahead.lead = 0
-    _decode(task, &store.k, store.k_codes, t, count, &ahead)
-    kernels.scores[store.k.dtype](&store.k, &scratch.queries, task.rows, &tile, &ahead, state.weights)
-    kernels.softmax(state, task.rows, count, first, last, t, &task.options)
-    _decode(task, &store.v, store.v_codes, t, count, &ahead)
-    kernels.accumulate[store.v.dtype](&store.v, state, task.rows, &tile, &ahead, scratch.acc)
-
-
-cdef inline void _decode(const kv_task *task, const kv_side *side, const void *codes, Py_ssize_t t, int count,
+cdef inline void _decode(const kv_task *task, const kv_side *side, const void *codes, Py_ssize_t t, int count, kv_tile *tile,
                          kv_ahead *ahead) noexcept nogil:
-    """Decode a tile of a side. What its rows are padded with is 0, as are the rows of a whole tile after the last token."""
-    if side.padded_dim > side.head_dim or count < task.call.tile:
-        memset(task.decoded, 0, task.call.tile * side.row_stride)
-    task.call.store.decode(task.call.kernels, codes, side, task.head, t, count, task.decoded, &ahead.next)
-    ahead.after = ahead.next
+    """Decode a tile that has no rows yet into the processor's cache, to float16. What its rows are padded with is 0, as are the rows of
+    a whole tile after the last token."""
+    cdef const kv_given *given = given_of(task)
+    cdef uint16_t *rows = own_of(task).decoded
+    if side.padded_dim > side.head_dim or count < given.tile:
+        memset(rows, 0, given.tile * side.row_stride)
+    given.store.decode(task.call.kernels, codes, side, task.head, t, count, rows, &ahead.next)
+    tile.base, tile.at[0], tile.first = <const char *>rows, 0, 0
+    ahead.after, ahead.lead = ahead.next, 0
 
 
 cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
     """Count the bytes that reading a range takes: whole lane tiles of codes, and the statistics of their blocks."""
-    cdef kv_traffic *traffic = task.call.traffic
+    cdef kv_traffic *traffic = given_of(task).traffic
     cdef const kv_side *side
     cdef Py_ssize_t tokens, blocks
     cdef int i
@@ -282,44 +296,38 @@ cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
 
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil:
     """Prefetch the keys of `tokens` tokens from a position on, as far as its block goes."""
-    cdef const kv_store *store = task.call.store
+    cdef const kv_store *store = given_of(task).store
     cdef kv_tile k, v
-    cdef Py_ssize_t size = token_bytes(&store.k), i
-    _locate(task, store, position, task.call.tile, &k, &v)
-    for i in range(0, min(tokens, store.k.block_size - k.first) * size, 64):
-        kv_touch(store.base + k.at[0] + k.first * size + i)
+    cdef Py_ssize_t size = token_bytes(&store.k)
+    _locate(task, store, position, given_of(task).tile, &k, &v)
+    kv_touch(store.base + k.at[0] + k.first * size, min(tokens, store.k.block_size - k.first) * size)
 
 
 cdef void touch_first_floats(const kv_task *task) noexcept nogil:
     """Prefetch the float rows at the start of the sequence, if it still has them."""
-    cdef const kv_store *store = task.call.store
-    cdef const kv_context *context = &task.item.context
+    cdef const kv_store *store = given_of(task).store
+    cdef const kv_context *context = &keys_of(task).context
     cdef int32_t piece
-    cdef Py_ssize_t i
     if context.skipped and not context.sink_blocks:
         return
     piece = piece_of(store, block_of(context, 0), 0)
     if piece < 0:
         return
-    for i in range(0, store.float_tokens * store.floats.k.row_stride, 64):
-        kv_touch(k_block_at(store.floats, piece, task.head) + i)
-    for i in range(0, store.float_tokens * store.floats.v.row_stride, 64):
-        kv_touch(v_block_at(store.floats, piece, task.head) + i)
+    kv_touch(k_block_at(store.floats, piece, task.head), store.float_tokens * store.floats.k.row_stride)
+    kv_touch(v_block_at(store.floats, piece, task.head), store.float_tokens * store.floats.v.row_stride)
 
 
 cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
     """Prefetch the keys and values of the sink tokens. They start a block, and their values are spread over its lane
     tiles."""
-    cdef const kv_store *store = task.call.store
+    cdef const kv_store *store = given_of(task).store
     cdef const kv_side *v = &store.v
-    cdef const char *block = v_block_at(store, block_of(&task.item.context, 0), task.head)
+    cdef const char *block = v_block_at(store, block_of(&keys_of(task).context, 0), task.head)
     cdef Py_ssize_t lane_tiles = 1 if v.family == KV_FLOAT_ROWS else v.padded_dim // KV_LANES
-    cdef Py_ssize_t stride = token_bytes(v) * v.block_size // lane_tiles, i, j
+    cdef Py_ssize_t stride = token_bytes(v) * v.block_size // lane_tiles, i
     tokens = min((tokens + KV_LANES - 1) // KV_LANES * KV_LANES, <Py_ssize_t>v.block_size)
     touch(task, 0, tokens)
     for i in range(lane_tiles):
-        for j in range(0, stride // v.block_size * tokens, 64):
-            kv_touch(block + i * stride + j)
-    for j in range(0, tokens * 4, 64):
-        kv_touch(k_block_at(store, block_of(&task.item.context, 0), task.head) + store.k.scales + j)
-        kv_touch(block + v.scales + j)
+        kv_touch(block + i * stride, stride // v.block_size * tokens)
+    kv_touch(k_block_at(store, block_of(&keys_of(task).context, 0), task.head) + store.k.scales, tokens * 4)
+    kv_touch(block + v.scales, tokens * 4)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "backend"
 KERNELS = SOURCES.parents[1] / "simd"
+WALK = SOURCES.parents[1] / "attention" / "walk"
 SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
@@ -39,7 +40,7 @@ class Ggml:
     def library(self):
         """Path of the backend for this ggml, of the sources of this kvfast."""
         digest = hashlib.sha256(f"{self.version} {self.tensor_overhead} {self.folder.resolve()}".encode())
-        for path in sorted([*SOURCES.iterdir(), *KERNELS.rglob("*.[ch]")]):
+        for path in sorted([*SOURCES.iterdir(), *WALK.iterdir(), *KERNELS.rglob("*.[ch]")]):
             digest.update(path.read_bytes())
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return Path(cache, "kvfast", "llama_cpp", f"libggml-kvfast-{self.version}-{digest.hexdigest()[:12]}{SUFFIX}")

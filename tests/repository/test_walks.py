@@ -32,9 +32,13 @@ def test_each_step_is_called_by_an_earlier_one(title, most):
         assert 0 < caller < number
         before, module = (ROOT / files[caller - 1]).read_text("utf-8"), Path(file).with_suffix("")
         assert re.search(rf"\.{function}(\[.+?\])?\(|(?<![\w.]){function}\(", before), f"{files[caller - 1]} calls no {function}"
-        if file.endswith(".h"):
-            assert f"(*{function}" in source and "kvfast.core.kernels cimport" in before  # the table of kernels
+        if file.endswith(".h"):  # the table of kernels, and the walk in C
+            assert (
+                f"(*{function}" in source
+                and "kvfast.core.kernels cimport" in before
+                or (re.search(rf"^static inline .+ {function}\(", source, re.MULTILINE) and "kvfast.attention.tasks cimport" in before)
+            )
         else:
             assert re.search(rf"^    cdef .+ {function}\(|^cdef .+ {function}\(|\bdef {function}\(", source, re.MULTILINE)
             is_named = f"from {'.'.join(module.parts)} c" in before or f"from {'.'.join(module.parts)} import" in before
-            assert is_named or function in ("append", "attend", "take"), f"{files[caller - 1]} does not import {file}"
+            assert is_named or function in ("append", "attend", "take", "read"), f"{files[caller - 1]} does not import {file}"

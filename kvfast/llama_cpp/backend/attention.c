@@ -44,11 +44,11 @@ static void open_side(side *s, const struct ggml_tensor *tensor, const call *c, 
 {
     const kv_row_kernels *kernels = c->tier.rows;
     const int dim = (int)tensor->ne[0], whole = c->products ? KV_COLUMNS : KV_LANES, padded = (dim + whole - 1) / whole * whole;
-    const bool few = !c->matrix && !c->products;
     int dtype = tensor->type == GGML_TYPE_F16 ? KV_FLOAT16 : tensor->type == GGML_TYPE_BF16 ? KV_BFLOAT16 : KV_FLOAT32;
     if (!c->matrix && is_key) s->prepare = kernels->prepare[tensor->type];
     if (!c->matrix && is_key) s->transpose = kernels->transpose_codes[tensor->type];
-    if (few && !is_key) s->add = kernels->add[tensor->type], s->add_rounded = kernels->add_rounded[tensor->type];
+    if (!c->matrix && !c->products && !is_key) s->add = kernels->add[tensor->type], s->add_rounded = kernels->add_rounded[tensor->type];
+    if (!s->add_rounded) s->add_rounded = s->add;
     const bool as_floats = dim == padded && (dtype != KV_FLOAT32 || tensor->type == GGML_TYPE_F32);
     const bool stored = !c->products && (s->transpose || s->add || as_floats);
     if (!stored) dtype = KV_FLOAT32;
@@ -72,34 +72,47 @@ static int most_tokens(const side *s)
 static void plan(call *c)
 {
     const int64_t heads = c->k.tensor->ne[2], streams = c->q->ne[3];
-    c->blocks = parts(c->rows, MAX_BLOCKS * KV_ROWS);
-    c->block_rows = (int)(parts(parts(c->rows, c->blocks), KV_ROWS) * KV_ROWS);
-    c->blocks = parts(c->rows, c->block_rows);
+    kv_item *item = &c->item;
+    const int64_t blocks = parts(c->rows, MAX_BLOCKS * KV_ROWS);
+    item->num_queries = c->q->ne[1];
+    item->block_rows = (int)(parts(parts(c->rows, blocks), KV_ROWS) * KV_ROWS);
+    item->row_blocks = parts(c->rows, item->block_rows);
     c->tile = c->matrix || c->products ? KV_TILE : (int)smaller(most_tokens(&c->k), most_tokens(&c->v));
-    const int64_t tasks = streams * c->blocks * heads;
     const int64_t token_bytes = (c->k.row_bytes + c->v.row_bytes) * heads;
     int64_t tokens = larger(SPLIT_BYTES / token_bytes, parts(c->tokens, MAX_SPLITS));
-    if (c->rows > 4 * KV_ROWS) tokens = larger(tokens, parts(c->tokens, parts(ENOUGH_TASKS, tasks)));
-    c->split_tokens = larger(parts(tokens, KV_TILE), 1) * KV_TILE;
-    c->splits = parts(c->tokens, c->split_tokens);
-    c->num_tasks = tasks * c->splits;
-    c->partial_floats = c->v.rows.padded_dim + 2;
+    if (c->rows > 4 * KV_ROWS) tokens = larger(tokens, parts(c->tokens, parts(ENOUGH_TASKS, streams * item->row_blocks * heads)));
+    kv_cut_context(item, c->tokens, larger(parts(tokens, KV_TILE), 1) * KV_TILE);
+}
+
+/* Adds the streams. */
+static void add_items(kv_call *walk, kv_item item, int64_t streams)
+{
+    for (int64_t i = 0; i < streams; i++, item.first_query += item.num_queries) {
+        walk->items[i] = item;
+        kv_add_item(walk);
+    }
+    for (int64_t i = 0; i < streams * item.num_queries; i++)
+        walk->queries[i] = (kv_query){.token = i, .partial = i * item.splits, .parts = (int)item.splits};
 }
 
 static bool reserve(call *c, int num_threads, kv_workspace *workspace)
 {
-    const size_t used = c->matrix ? sizeof(kv_wide_scratch) : parts(c->block_rows, KV_ROWS) * sizeof(kv_scratch);
-    const size_t partials = c->splits > 1 ? ggml_nelements(c->q) / c->q->ne[0] * c->splits * c->partial_floats * sizeof(float) : 0;
+    const size_t used = c->matrix ? sizeof(kv_wide_scratch) : parts(c->item.block_rows, KV_ROWS) * sizeof(kv_scratch);
+    const size_t streams = c->q->ne[3], queries = streams * c->item.num_queries, splits = c->item.splits > 1 ? c->item.splits : 0;
+    const size_t partials = queries * c->walk.num_q_heads * splits * kv_partial_floats(&c->v.rows) * sizeof(float);
     c->scratch_bytes = parts(offsetof(scratch, narrow) + used, 4096) * 4096 + 64; /* no two threads at the same place of a page */
-    const size_t size = c->scratch_bytes * num_threads + parts(partials, 64) * 64;
+    const size_t size = c->scratch_bytes * num_threads + partials + streams * sizeof(kv_item) + queries * sizeof(kv_query);
     if (size > workspace->size) {
         kv_release(workspace);
-        workspace->memory = aligned_alloc(64, size);
+        workspace->memory = aligned_alloc(64, parts(size, 64) * 64);
         if (!workspace->memory) return false;
         workspace->size = size;
     }
     c->scratch = workspace->memory;
-    c->partials = (float *)(workspace->memory + c->scratch_bytes * num_threads);
+    c->walk.queries = (kv_query *)(c->scratch + c->scratch_bytes * num_threads);
+    c->walk.items = (kv_item *)(c->walk.queries + queries);
+    c->walk.partials = (float *)(c->walk.items + streams);
+    add_items(&c->walk, c->item, streams);
     return true;
 }
 
@@ -117,11 +130,14 @@ static int omp_get_thread_num(void) { return 0; }
 
 bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_workspace *workspace)
 {
-    call c = {.q = op->src[0], .mask = op->src[3], .sinks = op->src[4], .out = op, .tier = kv_active_tier()};
+    call c = {.q = op->src[0], .mask = op->src[3], .out = op, .tier = kv_active_tier()};
     c.scale = option(op, 0), c.max_bias = option(op, 1), c.softcap = option(op, 2);
     c.tokens = op->src[1]->ne[1];
-    c.group = c.q->ne[2] / op->src[1]->ne[2];
-    c.rows = c.q->ne[1] * c.group;
+    const int heads = (int)op->src[1]->ne[2];
+    c.walk = (kv_call){.kernels = c.tier.attention, .source = &kv_ggml_rows, .given = &c, .values = &c.v.rows, .heads_together = heads};
+    c.walk.sinks = op->src[4] ? op->src[4]->data : NULL;
+    c.walk.num_q_heads = c.q->ne[2], c.walk.group = (int)c.q->ne[2] / heads;
+    c.rows = c.q->ne[1] * c.walk.group;
     /* Words, unlike the 17 bits of a matrix unit, are not within the contract for f32. */
     const bool is_f32 = op->src[1]->type == GGML_TYPE_F32 || op->src[2]->type == GGML_TYPE_F32;
     c.matrix = c.rows >= MATRIX_ROWS && c.tier.attention->attend_panels[KV_HALVES] && (c.tier.attention->has_matrix || !is_f32);
@@ -129,12 +145,12 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     open_side(&c.k, op->src[1], &c, true);
     open_side(&c.v, op->src[2], &c, false);
     plan(&c);
-    const int64_t work = c.tokens * c.rows * (c.k.rows.head_dim + c.v.rows.head_dim) * c.k.tensor->ne[2];
+    const int64_t work = c.tokens * c.rows * (c.k.rows.head_dim + c.v.rows.head_dim) * heads;
     if (num_threads < 1 || work < SERIAL_BYTES) num_threads = 1;
     if (!reserve(&c, num_threads, workspace)) return false;
-    const int64_t merges = c.splits > 1 ? c.q->ne[1] * c.q->ne[2] * c.q->ne[3] : 0;
+    const int64_t merges = c.item.splits > 1 ? c.q->ne[1] * c.q->ne[2] * c.q->ne[3] : 0;
     /* All heads of a split share its lines, and a thread that goes on with the next split finds it fetched. */
-    const int chunk = c.splits >= ENOUGH_TASKS / 2 ? (int)parts(c.num_tasks, num_threads) : 1;
+    const int chunk = c.item.splits >= ENOUGH_TASKS / 2 ? (int)parts(c.walk.num_tasks, num_threads) : 1;
     (void)chunk;
 #pragma omp parallel num_threads(num_threads)
     {
@@ -142,10 +158,14 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
         kv_matrix_state state;
         if (c.matrix) kv_save_matrix(&c.tier, &state);
 #pragma omp for schedule(dynamic, chunk)
-        for (int64_t i = 0; i < c.num_tasks; i++) kv_run_task(&c, i, own);
+        for (int64_t i = 0; i < c.walk.num_tasks; i++) {
+            kv_task task = {.options.softcap = c.softcap, .narrow = own->narrow, .wide = c.matrix ? &own->wide : NULL, .own = own};
+            kv_open_task(&task, &c.walk, i);
+            kv_attend_task(&task);
+        }
         if (c.matrix) kv_restore_matrix(&c.tier, &state);
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < merges; i++) kv_merge_row(&c, i, own);
+        for (int64_t i = 0; i < merges; i++) kv_merge(&c.walk, c.walk.queries + i / c.q->ne[2], i % c.q->ne[2], own->out);
     }
     return true;
 }

@@ -1,12 +1,12 @@
-/* One call of the operation, cut into tasks.
+/* One call of the operation, for the walk of attention/walk.
 
-   A task is a stream, a KV head, up to MAX_BLOCKS x KV_ROWS query rows (the query heads of the KV head x query tokens, token by
-   token) and a split of the context. It walks its split tile by tile: all its rows share every pass over keys and values. Splits
-   depend on shapes alone and are merged in order, so that the bits are the same for every number of threads. */
+   An item is a stream. A task has up to MAX_BLOCKS x KV_ROWS query rows, and all of them share every pass over keys and values. Splits
+   depend on shapes alone. */
 #ifndef KVFAST_GGML_CALL_H
 #define KVFAST_GGML_CALL_H
 
 #include "attention.h"
+#include "attention/walk/walk.h"
 #include "ggml_rows.h"
 
 enum { MAX_BLOCKS = KV_MATRIX_PANELS }; /* blocks of KV_ROWS query rows of a task */
@@ -19,22 +19,21 @@ typedef struct {
     kv_decode_row decode; /* into float rows; NULL: the kernels read the stored rows */
     /* Kernels of ggml's blocks, or NULL. */
     kv_prepare_rows prepare;
-    kv_add_rows add, add_rounded;
+    kv_add_rows add, add_rounded; /* the latter rounds weights, where it can */
     kv_transpose_codes transpose;
 } side;
 
 typedef struct {
-    const struct ggml_tensor *q, *mask, *sinks, *out;
+    kv_call walk; /* whose `given` is this */
+    kv_item item; /* as each stream is cut */
+    const struct ggml_tensor *q, *mask, *out;
     side k, v;
     kv_tier tier;
     float scale, softcap, max_bias;
-    int64_t tokens, group, rows; /* of the context; query heads per KV head; query rows per KV head */
-    int64_t blocks, splits, split_tokens, num_tasks;
-    int block_rows, tile;         /* rows and tokens of a pass */
-    bool matrix, products;        /* by the matrix unit or as words; as products with panels of floats */
-    int64_t partial_floats;
-    float *partials;
-    char *scratch;                /* of all threads */
+    int64_t tokens, rows;  /* of the context; query rows per KV head */
+    int tile;              /* tokens of a pass */
+    bool matrix, products; /* by the matrix unit or as words; as products with panels of floats */
+    char *scratch;         /* of all threads */
     size_t scratch_bytes;
 } call;
 
@@ -57,25 +56,16 @@ typedef struct {
     };
 } scratch;
 
-typedef struct {
-    const call *call;
-    scratch *own;
-    int64_t stream, head, first_row, split;
-    int rows;
-    bool matrix;     /* as the call says, but for rows that are computed again */
-    kv_add_rows add; /* the values; NULL: by kvfast's kernels of rows */
-} task;
-
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-/* masks.c: finds what the rows see of a tile; returns whether any sees any of it. */
-bool kv_find_seen(const task *t, int64_t token, int count);
+static inline int64_t stream_of(const kv_task *t) { return t->item - t->call->items; }
 
-/* tasks.c */
-void kv_run_task(const call *c, int64_t index, scratch *own);
-/* Merges the splits of one query row, in order. */
-void kv_merge_row(const call *c, int64_t row, scratch *own);
+/* masks.c: finds what the rows see of a tile; returns whether any sees any of it. */
+bool kv_find_seen(const kv_task *t, int64_t token, int count);
+
+/* tiles.c */
+extern const kv_source kv_ggml_rows;
 
 #endif

@@ -28,32 +28,22 @@ static bool range_of(const uint16_t *mask, int count, int *from, int *to)
     return (others & MAGNITUDE) != 0;
 }
 
-static void see_all(const task *t, int count)
+bool kv_find_seen(const kv_task *t, int64_t token, int count)
 {
-    for (int r = 0; r < t->rows; r++) {
-        t->own->from[r] = 0;
-        t->own->to[r] = count;
-        t->own->seen[r / KV_ROWS] = count;
-    }
-}
-
-bool kv_find_seen(const task *t, int64_t token, int count)
-{
-    const call *c = t->call;
+    const call *c = t->call->given;
+    const int64_t group = t->call->group;
     const struct ggml_tensor *mask = c->mask;
     scratch *own = t->own;
     memset(own->seen, 0, sizeof own->seen);
     memset(own->biased, 0, sizeof own->biased);
-    if (!mask) {
-        see_all(t, count);
-        return true;
-    }
-    const char *masks = (const char *)mask->data + t->stream % mask->ne[3] * mask->nb[3] + token * 2, *last = NULL;
+    for (int r = 0; !mask && r < t->rows; r++) own->from[r] = 0, own->to[r] = own->seen[r / KV_ROWS] = count;
+    if (!mask) return true;
+    const char *masks = (const char *)mask->data + stream_of(t) % mask->ne[3] * mask->nb[3] + token * 2, *last = NULL;
     bool any = false, bent = false;
-    int64_t query = t->first_row / c->group, member = t->first_row % c->group; /* counted, as dividing takes longer than the mask */
+    int64_t query = t->first_row / group, member = t->first_row % group; /* counted, as dividing takes longer than the mask */
     for (int r = 0; r < t->rows; r++, member++) {
-        if (member == c->group) member = 0, query++;
-        const int64_t head = t->head * c->group + member;
+        if (member == group) member = 0, query++;
+        const int64_t head = t->head * group + member;
         const char *at = masks + query * mask->nb[1] + (mask->ne[2] > 1 ? head % mask->ne[2] * mask->nb[2] : 0);
         if (at == last) {
             own->from[r] = own->from[r - 1];
@@ -71,7 +61,7 @@ bool kv_find_seen(const task *t, int64_t token, int count)
         if (!own->biased[r / KV_ROWS]) memset(bias, 0, KV_ROWS * KV_TILE * sizeof *bias);
         own->biased[r / KV_ROWS] = 1;
         bias += r % KV_ROWS * KV_TILE;
-        c->tier.attention->to_float[KV_FLOAT16](at, count, bias);
+        t->call->kernels->to_float[KV_FLOAT16](at, count, bias);
         const float slope = slope_of(c, head);
         for (int i = 0; slope != 1.0f && i < count; i++) bias[i] *= slope;
     }

@@ -279,12 +279,12 @@ cdef class PagedBuffer(PagedSequences):
                                      f"{member.num_queries} of them")
                 if member.num_queries <= MAX_SHARED_QUERIES:
                     first = member.context.length - member.num_queries
-                    member.shareable = min(first, floats_from(plan.call.store, &member.context, first)) // size
+                    member.shareable = min(first, floats_from(plan.given.store, &member.context, first)) // size
             plan.ask(&member.context, member.first_query, member.num_queries)
             if tables is not None and member.num_queries:
                 check_held(table, plan, member.first_query)
 
-        if plan.call.store.latent and plan.call.group % KV_ROWS == 0:
+        if plan.given.store.latent and plan.call.group % KV_ROWS == 0:
             cascade = False  # each query has whole passes of its own: to read together would save only bytes, and there are few
         if cascade and request.c.window == 0 and request.c.chunk == 0 and count > 1:
             if prefixes is None:

@@ -2,10 +2,8 @@
 """Cascade attention (FlashInfer, arXiv 2501.01005): keys that several sequences of a batch share are read once for all."""
 import numpy as np
 
-from libc.string cimport memset
-
 from kvfast.attention.plan cimport Plan
-from kvfast.attention.tiles cimport kv_item
+from kvfast.attention.tasks cimport kv_item
 from kvfast.core.limits cimport KV_TILE
 
 cdef enum:
@@ -68,9 +66,8 @@ cdef void read_together(Plan plan, list prefixes, kv_member *members):
     cdef Py_ssize_t i
     for prefix in prefixes:
         first = members + prefix.members[0]
-        item = plan.call.items + plan.call.num_items
-        memset(item, 0, sizeof(kv_item))
-        item.context, item.members, item.num_queries = first.context, &prefix.queries[0], prefix.queries.shape[0]
+        item = plan.open_item(&first.context)
+        item.members, item.num_queries = &prefix.queries[0], prefix.queries.shape[0]
         item.begin, item.part = prefix.begin, first.parts
         plan.close(item, prefix.end)
         for i in range(prefix.members.shape[0]):

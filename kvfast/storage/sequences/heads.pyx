@@ -13,7 +13,7 @@ from kvfast.attention.options cimport Options
 from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, open_request
 from kvfast.attention.run cimport run_plan
-from kvfast.attention.tiles cimport kv_task
+from kvfast.attention.tasks cimport kv_own
 from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, change_key_basis, k_offset_of, kv_chunk, kv_context, kv_store
 from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
@@ -111,14 +111,14 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
     cdef bint good
     if not take_scratch(&memory, 1):
         return NO_MEMORY
-    good = _score_rows(call, head, <kv_task *>memory, watch)
+    good = _score_rows(call, head, <kv_own *>memory, watch)
     if call.store.secure:
-        kv_wipe_pages(<char *>memory, sizeof(kv_task))
+        kv_wipe_pages(<char *>memory, sizeof(kv_own))
     give_scratch(&memory, 1)
     return 0 if good else NOT_FINITE
 
 
-cdef bint _score_rows(const kv_score_call *call, Py_ssize_t head, kv_task *task, kv_watch *watch) noexcept nogil:
+cdef bint _score_rows(const kv_score_call *call, Py_ssize_t head, kv_own *own, kv_watch *watch) noexcept nogil:
     """False if a score is not finite."""
     cdef const kv_kernels *kernels = call.kernels
     cdef const kv_store *store = call.store
@@ -127,7 +127,7 @@ cdef bint _score_rows(const kv_score_call *call, Py_ssize_t head, kv_task *task,
     cdef Py_ssize_t group = call.group, tokens = call.tokens
     cdef float *out = call.out + head * group * tokens
     cdef bint good = True
-    cdef kv_scratch *scratch = &task.scratch
+    cdef kv_scratch *scratch = &own.scratch
     cdef kv_tile tile
     cdef kv_ahead ahead
     cdef const kv_side *k = &store.k
@@ -136,7 +136,7 @@ cdef bint _score_rows(const kv_score_call *call, Py_ssize_t head, kv_task *task,
     cdef int rows, r, skip
     cdef float *row
     memset(&ahead, 0, sizeof(ahead))
-    scratch.queries.room = &task.room
+    scratch.queries.room = &own.room
     while row0 < group:
         rows = <int>min(<Py_ssize_t>KV_ROWS, group - row0)
         for r in range(rows):

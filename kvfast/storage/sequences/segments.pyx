@@ -10,7 +10,7 @@ import numpy as np
 from libc.string cimport memset
 
 from kvfast.attention.plan cimport Plan
-from kvfast.attention.tiles cimport kv_query
+from kvfast.attention.tasks cimport kv_query
 from kvfast.codec.blocks cimport kv_context
 from kvfast.codec.projection import rotated
 from kvfast.core.kernels cimport kv_transform
@@ -179,14 +179,14 @@ cdef int plan_spliced(Plan plan, list readers) except -1:
     """Make room in a call for the queries of some spliced sequences, before any `ask`."""
     cdef SplicedReader reader
     cdef Segment segment
-    cdef Py_ssize_t rows = plan.call.request.q.tokens, contexts = 1
+    cdef Py_ssize_t rows = plan.given.request.q.tokens, contexts = 1
     for reader in readers:
         reader.views = _views(plan, reader)
         contexts += len(reader.views) + 1
         for segment, sinks in reader.views:
             if not _is_plain(reader, segment, sinks):
                 rows += reader.num_queries
-    if not plan.reserve_queries(rows, contexts + plan.call.request.q.tokens):
+    if not plan.reserve_queries(rows, contexts + plan.given.request.q.tokens):
         raise MemoryError("cannot allocate the working memory of a call of attend")
     plan.keepalive = plan.keepalive, readers  # with the tables of their rotations
     return 0
@@ -205,7 +205,7 @@ cdef int ask_spliced(Plan plan, list readers) except -1:
     """`ask` and `add` for the sequences of `plan_spliced`."""
     cdef SplicedReader reader
     cdef Segment segment
-    cdef Py_ssize_t row, extra = plan.call.request.q.tokens, i, seen, first, base, begin, end, items, first_item
+    cdef Py_ssize_t row, extra = plan.given.request.q.tokens, i, seen, first, base, begin, end, items, first_item
     cdef int part
     cdef bint sinks
     cdef kv_query *query
@@ -243,6 +243,6 @@ cdef int ask_spliced(Plan plan, list readers) except -1:
                 plan.join(first_item)
             for i in range(items, plan.call.num_items):
                 if segment.rotations is not None:
-                    _rotate_back(segment.rotations[reader.index], &plan.call.items[i].rotation)
+                    _rotate_back(segment.rotations[reader.index], &plan.keys[i].rotation)
                 part = max(part, plan.call.items[i].part + <int>plan.call.items[i].splits)
     return 0

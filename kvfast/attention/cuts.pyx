@@ -1,0 +1,155 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""How work is cut: the tokens of a tile, those between two softmax corrections, the tokens of a split, and the query rows of a task.
+
+Splits depend only on the lengths of their item: a sequence gives the same bits alone and in a batch, for every number of threads.
+"""
+from kvfast.attention.families cimport NO_PACKED_PANELS, NO_PANELS, panels_of
+from kvfast.attention.tasks cimport kv_given, kv_keys
+from kvfast.codec.blocks cimport kv_store, values_of
+from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_HALVES, KV_INT2, KV_INT3, KV_PACKED_CODES, kv_dtypes, kv_kernels, kv_side
+from kvfast.core.limits cimport KV_FEW_QUERIES, KV_LANES, KV_MATRIX_PANELS, KV_MATRIX_TILE, KV_PANELS, KV_ROWS, KV_TILE
+
+cdef extern from "simd/platform.h" nogil:
+    enum: KV_X86
+
+cdef enum:
+    # Most bytes of float rows in a tile. Larger tiles have fewer softmax corrections and fewer turns between keys and values.
+    # python -m kvfast bench --work decode,cached --formats all sets this and the sizes below.
+    FLOAT_TILE_BYTES = 32768
+    # The same of float rows next to codes, which are few, and of processors other than x86, where more was not measured.
+    FEW_ROWS_BYTES = 4096
+    # The same of codes. Between the passes of a tile nothing is fetched, and rows wait for their maxima.
+    CODE_TILE_BYTES = 32768
+    # Most tokens of a tile where a side is expanded before it is read (more was not measured), and where values are not rotated: the
+    # weights of a tile are rounded to a unit that the largest of them sets, and unrotated values may show it.
+    SHORT_TILE = 128
+    # Tokens of a tile where one side has 8 bits, on a matrix unit and on processors other than x86.
+    INTEGER_TILE = 64
+    # More tasks than this in one item do not balance better.
+    ENOUGH_TASKS = 64
+    # Fewest tokens of a split: each task costs a cold start and a merge. MIN_ is for few heads, MAX_ for 8 and more;
+    # python -m kvfast bench --work decode --contexts 1024,4096 sets all three.
+    MIN_SPLIT_TOKENS = 1024
+    MAX_SPLIT_TOKENS = 4096
+    SPLIT_TOKENS_PER_UNIT = 512
+    # Tokens of context from which a matrix unit and words pay for their operands. This and the rows below are set by
+    # python -m kvfast bench --work prefill --tokens N, with N from 16 to 128.
+    LEAST_WIDE_CONTEXT = 200
+    # Query rows from which words are faster than floats.
+    LEAST_WORD_ROWS = 28
+    # A panel of words takes as long as 12.5 rows of codes in vectors, here in half rows.
+    HALF_ROWS_OF_PANEL = 25
+    # Panels that take as long as making the operands of a tile.
+    OPERANDS = 1
+    LATENT_OPERANDS = 4
+    # Tasks of a thread; more do not balance better.
+    ENOUGH_ROUNDS = 16
+    # Latent rows have many query heads. LATENT_PANELS panels of query rows share a tile's operands. A split has at least
+    # MIN_LATENT_SPLIT_TOKENS tokens, as it leaves a partial result for every head (bench/bench_mla.py).
+    LATENT_PANELS = 8
+    MIN_LATENT_SPLIT_TOKENS = 2048
+
+
+cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil:
+    """Bytes that attention reads of `tokens` tokens, in all heads."""
+    return store.num_kv_heads * tokens * (token_bytes(&store.k) + token_bytes(&store.v))
+
+
+cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexcept nogil:
+    """`most_bytes` of float rows."""
+    if side.family == KV_PACKED_CODES and side.dtype != KV_INT2 and side.dtype != KV_INT3:
+        return min(tile, SHORT_TILE)
+    if side.family != KV_FLOAT_ROWS:
+        most_bytes = CODE_TILE_BYTES
+    while tile > KV_LANES and tile * side.padded_dim * kv_dtypes[side.dtype].bits // 8 > most_bytes:
+        tile //= 2
+    return tile
+
+
+cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_rows) noexcept nogil:
+    """Tokens of a tile; `few_rows` of the float rows beside codes. It does not depend on the block size, so that every cache gives
+    the same bits."""
+    cdef bint wide = KV_X86 and not kernels.has_matrix
+    cdef bint unrotated = values_of(store).family != KV_FLOAT_ROWS and not values_of(store).rotated
+    cdef int tile = SHORT_TILE if unrotated else KV_TILE if wide else KV_MATRIX_TILE
+    cdef Py_ssize_t most_bytes = FLOAT_TILE_BYTES if KV_X86 and not few_rows else FEW_ROWS_BYTES
+    if not wide and (store.k.family != KV_FLOAT_ROWS or store.v.family != KV_FLOAT_ROWS) and (
+            kv_dtypes[store.k.dtype].bits >= 8 or kv_dtypes[store.v.dtype].bits >= 8):
+        tile = INTEGER_TILE
+    return _limit_tile(_limit_tile(tile, &store.k, most_bytes), &store.v, most_bytes)
+
+
+cdef Py_ssize_t split_tokens(const kv_call *call, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil:
+    """Tokens of each split of a span of `span` tokens that `num_queries` queries read."""
+    cdef const kv_given *given = <const kv_given *>call.given
+    cdef Py_ssize_t splits = given.request.num_splits, units, least
+    if splits == 0:
+        # A few queries are split as each of them would be alone; see `cut_alike`.
+        units = num_queries if num_queries > KV_FEW_QUERIES else 1
+        units = given.store.num_kv_heads * ((units * call.group + KV_ROWS - 1) // KV_ROWS)
+        least = MIN_SPLIT_TOKENS
+        if given.store.latent:
+            units, least = (units + LATENT_PANELS - 1) // LATENT_PANELS, MIN_LATENT_SPLIT_TOKENS
+        least = min(max(units * SPLIT_TOKENS_PER_UNIT, least), <Py_ssize_t>MAX_SPLIT_TOKENS)
+        splits = min(ENOUGH_TASKS // units, span // least)
+    splits = max(<Py_ssize_t>1, min(splits, (span + KV_TILE - 1) // KV_TILE))
+    return ((span + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
+
+
+cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil:
+    """Where an item of a query that reads from `begin` on begins."""
+    return max(begin, query.start // KV_TILE * KV_TILE)
+
+
+cdef bint cut_alike(const kv_call *call, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil:
+    """Whether two queries that read from `begin` on would be split in the same way if each were alone."""
+    cdef Py_ssize_t start = begin_of(a, begin), size
+    if start != begin_of(b, begin):
+        return False
+    size = split_tokens(call, 1, a.stop - start)
+    return size == split_tokens(call, 1, b.stop - start) and (a.stop - start - 1) // size == (b.stop - start - 1) // size
+
+
+cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
+    """Set the number of query rows of each task of an item; returns what panels of them are multiplied with, as `panels_of` does."""
+    cdef const kv_store *store = (<const kv_given *>call.given).store
+    cdef Py_ssize_t length = (<const kv_keys *>item.keys).context.length
+    cdef Py_ssize_t panels = (item.num_queries * call.group + KV_ROWS - 1) // KV_ROWS
+    cdef int kind = panels_of(call.kernels, store)
+    cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2
+    item.block_rows, item.row_blocks = KV_ROWS, panels
+    if kind == NO_PANELS or panels == 1:
+        return NO_PANELS
+    # A single token of latent rows has enough query heads, and every single token then goes this way.
+    if not (store.latent and call.group > KV_ROWS) and (
+            length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)
+            or (not call.kernels.has_matrix and item.num_queries * call.group < least)):
+        return NO_PANELS
+    if kind == NO_PACKED_PANELS:
+        return kind
+    item.row_blocks = _choose_row_blocks(call, panels, item.splits)
+    item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
+    return kind
+
+
+cdef Py_ssize_t _choose_row_blocks(const kv_call *call, Py_ssize_t panels, Py_ssize_t splits) noexcept nogil:
+    """The number of row blocks, with at least two of the `panels` in each, that takes the least time.
+
+    The panels of a block share the operands of its tiles, and the blocks of all heads and splits are spread over the threads. No
+    bit of a row depends on the other rows of its block.
+    """
+    cdef const kv_given *given = <const kv_given *>call.given
+    cdef Py_ssize_t most = KV_PANELS if not call.kernels.has_matrix else KV_MATRIX_PANELS
+    cdef Py_ssize_t operands = LATENT_OPERANDS if given.store.latent else OPERANDS
+    cdef Py_ssize_t tasks = given.store.num_kv_heads * splits, threads = max(1, given.request.threads)
+    cdef Py_ssize_t blocks = (panels + most - 1) // most, best = blocks, least_time = 0, size, rounds, time
+    while True:
+        size, rounds = (panels + blocks - 1) // blocks, (tasks * blocks + threads - 1) // threads
+        if size < 2:
+            return best
+        time = rounds * (size + operands)
+        if least_time == 0 or time <= least_time:
+            best, least_time = blocks, time
+        if rounds >= ENOUGH_ROUNDS:
+            return best
+        blocks += 1

@@ -1,0 +1,73 @@
+/* The state of a task's query rows: their running softmax, in blocks of KV_ROWS or in panels. */
+
+static inline int kv_num_blocks(const kv_task *task) { return (task->rows + KV_ROWS - 1) / KV_ROWS; }
+
+static inline int kv_rows_of(const kv_task *task, int block)
+{
+    const int left = task->rows - block * KV_ROWS;
+    return left < KV_ROWS ? left : KV_ROWS;
+}
+
+static inline void kv_begin_panel(const kv_task *task, int block)
+{
+    kv_panel *panel = task->wide->panels + block;
+    panel->rows = kv_rows_of(task, block);
+    panel->options = task->options;
+    if (task->options.query_at) panel->options.query_at += block * KV_ROWS;
+    if (task->options.slopes) panel->options.slopes += block * KV_ROWS;
+    memset(panel->acc, 0, (size_t)(KV_ROWS * task->call->values->padded_dim) * sizeof(float));
+    for (int r = 0; r < KV_ROWS; r++) panel->m[r] = -INFINITY, panel->l[r] = 0.0f, panel->noise[r] = 0.0;
+}
+
+static inline void kv_begin_block(const kv_task *task, int block, unsigned refined)
+{
+    kv_softmax *state = &task->narrow[block].softmax;
+    const int rows = kv_rows_of(task, block);
+    const size_t sums = (size_t)(rows * task->call->values->padded_dim) * sizeof(float);
+    memset(task->narrow[block].acc, 0, sums);
+    state->refined = refined;
+    state->rest = task->rest;
+    if (task->rest) {
+        memset(task->rest, 0, sums);
+        memset(task->rest + KV_ROWS * KV_MAX_HEAD_DIM, 0, sums);
+    }
+    for (int r = 0; r < rows; r++) state->m[r] = -INFINITY, state->l[r] = 0.0, state->rescale[r] = 1.0f, state->noise[r] = 0.0;
+}
+
+/* Resets all rows: they have seen no token yet. Where vectors take them, `refined` marks those whose weights need more bits. */
+static inline void kv_begin_rows(const kv_task *task, unsigned refined)
+{
+    for (int b = 0; b < kv_num_blocks(task); b++)
+        if (task->wide) kv_begin_panel(task, b);
+        else kv_begin_block(task, b, refined);
+}
+
+/* The rows of a block whose rounding of weights counts beside their sums: a bit for each. */
+static inline unsigned kv_rows_to_refine(const kv_task *task, int block)
+{
+    const kv_call *call = task->call;
+    const ptrdiff_t n = call->values->padded_dim;
+    const kv_panel *panel = task->wide ? task->wide->panels + block : NULL;
+    const kv_scratch *narrow = task->narrow + block;
+    const int rows = kv_rows_of(task, block);
+    const unsigned marked = panel ? call->kernels->rows_to_refine(panel->acc, KV_LANES, KV_ROWS * KV_LANES, n, panel->noise, rows)
+                                  : call->kernels->rows_to_refine(narrow->acc, n, KV_LANES, n, narrow->softmax.noise, rows);
+    return marked && call->source->refines_blocks ? ~0u : marked;
+}
+
+/* The sums of a row, its maximum and the sum of its weights. */
+static inline float *kv_sums_of(const kv_task *task, int row, float *m, float *l)
+{
+    const ptrdiff_t n = task->call->values->padded_dim, r = row % KV_ROWS;
+    if (task->wide) {
+        const kv_panel *panel = task->wide->panels + row / KV_ROWS;
+        float *sums = task->wide->rows;
+        for (ptrdiff_t i = 0; i < n; i += KV_LANES) memcpy(sums + i, panel->acc + i * KV_ROWS + r * KV_LANES, KV_LANES * sizeof *sums);
+        *m = panel->m[r], *l = panel->l[r];
+        return sums;
+    }
+    kv_scratch *block = task->narrow + row / KV_ROWS;
+    *m = block->softmax.m[r], *l = (float)block->softmax.l[r];
+    if (task->rest) task->call->kernels->scale_add(block->acc + r * n, 1.0f, task->rest + r * n, 1.0f, n);
+    return block->acc + r * n;
+}

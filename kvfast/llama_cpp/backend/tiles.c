@@ -1,0 +1,253 @@
+/* How a task reads the rows of ggml: its queries, and tile by tile keys and values. */
+#include "call.h"
+
+#include <string.h>
+
+static const char *stored_rows(const side *s, const kv_task *t, int64_t token)
+{
+    const struct ggml_tensor *x = s->tensor;
+    const call *c = t->call->given;
+    return (const char *)x->data + token * x->nb[1] + t->head * x->nb[2] + stream_of(t) / (c->q->ne[3] / x->ne[3]) * x->nb[3];
+}
+
+/* What kernels fetch while they read `count` tokens from `token` on: as much of the same tokens of the next split, in the order of
+   memory, where heads that lie side by side share their lines. To fetch the rows of the next tile is slower
+   (bench/bench_ggml_attention.py). */
+static kv_lines lines_ahead(const side *s, const kv_task *t, int64_t token, int count)
+{
+    const struct ggml_tensor *x = s->tensor;
+    const call *c = t->call->given;
+    const int64_t stride = (int64_t)x->nb[1], size = t->item->split_tokens, next = (t->split + 1) * size;
+    const bool beside = (int64_t)x->nb[2] * x->ne[2] <= stride;
+    const char *rows = (const char *)x->data + stream_of(t) / (c->q->ne[3] / x->ne[3]) * x->nb[3] + next * stride;
+    int64_t from = token - t->split * size, to = from + count;
+    if (beside) from = (t->head * size + from) * stride / x->ne[2], to = (t->head * size + to) * stride / x->ne[2];
+    else rows += t->head * x->nb[2], from *= stride, to *= stride;
+    to = smaller(to, (smaller(size, c->tokens - next) - 1) * stride + s->row_bytes);
+    return from < to ? (kv_lines){rows + from, to - from} : (kv_lines){(const char *)t->own, 0};
+}
+
+/* A tile as the kernels read it: stored rows as they are, or decoded ones. */
+static kv_tile open_tile(const side *s, const kv_task *t, int64_t token, int count, float *decoded)
+{
+    const char *rows = stored_rows(s, t, token);
+    const kv_tile tile = {.base = s->decode ? (const char *)decoded : rows, .count = count};
+    const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim, stride = (ptrdiff_t)s->tensor->nb[1];
+    for (int i = 0; s->decode && i < count; i++, rows += stride, decoded += padded) {
+        s->decode(rows, n, decoded);
+        if (n < padded) memset(decoded + n, 0, (size_t)(padded - n) * sizeof *decoded);
+    }
+    return tile;
+}
+
+/* Loads the query rows, and makes them ready for the keys. */
+static void prepare_rows(const kv_task *t)
+{
+    const call *c = t->call->given;
+    const kv_kernels *kernels = t->call->kernels;
+    const ptrdiff_t n = c->k.rows.head_dim, padded = c->k.rows.padded_dim;
+    scratch *own = t->own;
+    for (int b = 0; b < kv_num_blocks(t); b++) {
+        const int count = kv_rows_of(t, b);
+        float *rows = t->wide ? t->wide->rows : t->narrow[b].rows;
+        memset(rows, 0, (size_t)(KV_ROWS * padded) * sizeof *rows);
+        for (int r = 0; r < count; r++) {
+            const int64_t row = t->first_row + b * KV_ROWS + r, head = t->head * t->call->group + row % t->call->group;
+            const char *q = (const char *)c->q->data + row / t->call->group * c->q->nb[1];
+            memcpy(rows + r * padded, q + head * c->q->nb[2] + stream_of(t) * c->q->nb[3], (size_t)n * sizeof *rows);
+        }
+        if (t->wide) kernels->prepare_panel[KV_HALVES](&c->k.rows, rows, NULL, NULL, c->scale, 0, t->wide->panels + b);
+        else if (c->k.prepare) c->k.prepare(rows, count, (int)n, c->scale, own->queries + b);
+        else kernels->prepare[c->k.rows.dtype](&c->k.rows, rows, count, c->scale, &t->narrow[b].queries);
+    }
+}
+
+static kv_score_options options_of(const kv_task *t, int block)
+{
+    const scratch *own = t->own;
+    kv_score_options options = t->options;
+    if (own->biased[block]) options.bias = own->bias + block * KV_ROWS * KV_TILE;
+    return options;
+}
+
+static void attend_with_matrix(const kv_task *t, const kv_tile *keys, const kv_tile *values)
+{
+    const call *c = t->call->given;
+    scratch *own = t->own;
+    const int blocks = kv_num_blocks(t);
+    t->wide->operands.room = &own->room;
+    for (int b = 0; b < blocks; b++) {
+        kv_panel *panel = t->wide->panels + b;
+        memcpy(panel->start, own->from + b * KV_ROWS, sizeof panel->start);
+        memcpy(panel->stop, own->to + b * KV_ROWS, sizeof panel->stop);
+        panel->options = options_of(t, b);
+    }
+    t->call->kernels->attend_panels[KV_HALVES](&c->k.rows, &c->v.rows, keys, values, keys, values, 0, &t->wide->operands,
+                                               t->wide->panels, blocks);
+}
+
+/* Fetches, of the tile after one of `count` tokens, what is where `rows` are in that one. */
+static void fetch_tile_after(const side *s, const kv_task *t, const char *rows, int64_t token, int count, int some)
+{
+    const call *c = t->call->given;
+    const ptrdiff_t stride = (ptrdiff_t)s->tensor->nb[1];
+    const int64_t left = smaller(some, c->tokens - token - count);
+    rows += count * stride;
+    for (int64_t i = 0; i < left; i++, rows += stride) {
+        for (ptrdiff_t at = 0; at < s->row_bytes; at += 64) __builtin_prefetch(rows + at, 0, 2);
+        __builtin_prefetch(rows + s->row_bytes - 1, 0, 2);
+    }
+}
+
+/* The keys of a tile as panels of KV_COLUMNS tokens, of codes or floats. */
+static void open_key_panels(const kv_task *t, int64_t token, int count)
+{
+    const call *c = t->call->given;
+    const side *s = &c->k;
+    const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim, stride = (ptrdiff_t)s->tensor->nb[1];
+    const char *stored = stored_rows(s, t, token);
+    kv_lines ahead = c->products ? (kv_lines){stored, 0} : lines_ahead(s, t, token, count);
+    ahead.bytes /= parts(count, KV_LANES);
+    scratch *own = t->own;
+    float *rows = own->rows;
+    for (int i = 0; i < count; i += KV_LANES) {
+        const int some = (int)smaller(count - i, KV_LANES);
+        const ptrdiff_t panel = i / KV_COLUMNS * padded * KV_COLUMNS, column = i % KV_COLUMNS;
+        if (c->products) fetch_tile_after(s, t, stored, token + i, count, some);
+        if (s->transpose) {
+            char *codes = (char *)own->keys + panel + column * 4;
+            s->transpose(stored, stride, (int)n, some, ahead, codes, own->scales + panel / 32 + column);
+            stored += some * stride, ahead.at += ahead.bytes;
+            continue;
+        }
+        memset(rows, 0, (size_t)(KV_LANES * padded) * sizeof *rows);
+        for (int j = 0; j < some; j++, stored += stride) s->decode(stored, n, rows + j * padded);
+        c->tier.rows->transpose_rows(rows, padded, (int)padded, own->keys + panel + column);
+    }
+}
+
+/* The scores of a block's rows and the tokens of a panel, from token i of the tile on. */
+static void score_panel(const kv_task *t, int block, int i)
+{
+    const call *c = t->call->given;
+    const scratch *own = t->own;
+    kv_scratch *to = t->narrow + block;
+    const int rows = kv_rows_of(t, block), depth = c->k.rows.padded_dim;
+    float *scores = to->softmax.weights + i;
+    if (c->k.transpose) c->tier.rows->multiply_codes(own->queries + block, rows, depth, (const char *)own->keys + i * depth,
+                                                own->scales + i * depth / 32, scores);
+    else c->tier.rows->multiply(to->queries.values, depth, rows, own->keys + i * depth, depth, NULL, scores, KV_TILE);
+}
+
+/* Lines as kernels of float rows fetch them: in one piece, and nothing after it. */
+static kv_ahead as_ahead(kv_lines lines)
+{
+    static const ptrdiff_t start[1] = {0};
+    const kv_prefetch all = {.base = lines.at, .at = start, .piece = lines.bytes + 1, .bytes = lines.bytes};
+    const kv_prefetch none = {.base = lines.at, .at = start, .piece = 1};
+    return (kv_ahead){.next = all, .after = none};
+}
+
+static void attend_with_vectors(const kv_task *t, int64_t token, const kv_tile *keys, const kv_tile *values)
+{
+    const call *c = t->call->given;
+    const kv_kernels *kernels = t->call->kernels;
+    const scratch *own = t->own;
+    if (c->k.transpose) open_key_panels(t, token, keys->count);
+    for (int b = 0; b < kv_num_blocks(t); b++) {
+        if (!own->seen[b]) continue;
+        kv_scratch *block = t->narrow + b;
+        const int rows = kv_rows_of(t, b);
+        const kv_score_options options = options_of(t, b);
+        const int fetched = b == 0 ? keys->count : 0; /* tokens for which this block fetches: the first does for all */
+        const kv_lines next_keys = lines_ahead(&c->k, t, token, fetched), next_values = lines_ahead(&c->v, t, token, fetched);
+        const kv_ahead keys_ahead = as_ahead(next_keys), values_ahead = as_ahead(next_values);
+        for (int i = 0; c->k.transpose && i < keys->count; i += KV_COLUMNS) score_panel(t, b, i);
+        if (!c->k.transpose)
+            kernels->scores[c->k.rows.dtype](&c->k.rows, &block->queries, rows, keys, &keys_ahead, block->softmax.weights);
+        kernels->softmax(&block->softmax, rows, keys->count, own->from + b * KV_ROWS, own->to + b * KV_ROWS, 0, &options);
+        const kv_add_rows add = block->softmax.refined ? c->v.add : c->v.add_rounded;
+        if (add) add(&block->softmax, rows, values->base, c->v.rows.row_stride, c->v.rows.head_dim, values->count, next_values,
+                     block->acc);
+        else kernels->accumulate[c->v.rows.dtype](&c->v.rows, &block->softmax, rows, values, &values_ahead, block->acc);
+    }
+}
+
+/* The values of a tile as panels of KV_COLUMNS elements. */
+static void open_value_panels(const kv_task *t, int64_t token, int count)
+{
+    const call *c = t->call->given;
+    const side *s = &c->v;
+    scratch *own = t->own;
+    const ptrdiff_t n = s->rows.head_dim, stride = (ptrdiff_t)s->tensor->nb[1];
+    const ptrdiff_t piece_bytes = (ptrdiff_t)ggml_row_size(s->tensor->type, KV_COLUMNS);
+    const char *stored = stored_rows(s, t, token);
+    for (int i = 0; i < count; i++, stored += stride) {
+        fetch_tile_after(s, t, stored, token + i, count, 1);
+        float *to = own->values + i * KV_COLUMNS;
+        const char *piece = stored;
+        for (ptrdiff_t at = 0; at < n; at += KV_COLUMNS, piece += piece_bytes, to += KV_TILE * KV_COLUMNS) {
+            const ptrdiff_t some = smaller(n - at, KV_COLUMNS);
+            s->decode(piece, some, to);
+            memset(to + some, 0, (size_t)(KV_COLUMNS - some) * sizeof *to);
+        }
+    }
+}
+
+/* A panel stays in the first cache while the rows of all blocks pass by. */
+static void attend_with_products(const kv_task *t, int count)
+{
+    const call *c = t->call->given;
+    const scratch *own = t->own;
+    const int padded = c->v.rows.padded_dim, blocks = kv_num_blocks(t);
+    for (int i = 0; i < count; i += KV_COLUMNS)
+        for (int b = 0; b < blocks; b++)
+            if (i < own->seen[b]) score_panel(t, b, i);
+    for (int b = 0; b < blocks; b++) {
+        if (!own->seen[b]) continue;
+        const kv_score_options options = options_of(t, b);
+        t->call->kernels->softmax(&t->narrow[b].softmax, kv_rows_of(t, b), own->seen[b], own->from + b * KV_ROWS,
+                                   own->to + b * KV_ROWS, 0, &options);
+    }
+    for (int i = 0; i < padded; i += KV_COLUMNS)
+        for (int b = 0; b < blocks; b++) {
+            if (!own->seen[b]) continue;
+            kv_scratch *block = t->narrow + b;
+            c->tier.rows->multiply(block->softmax.weights, KV_TILE, kv_rows_of(t, b), own->values + i * KV_TILE, own->seen[b],
+                                   block->softmax.rescale, block->acc + i, padded);
+        }
+}
+
+/* Reads a split. */
+static void read(kv_task *t)
+{
+    const call *c = t->call->given;
+    const int64_t begin = t->split * t->item->split_tokens, stop = smaller(c->tokens, begin + t->item->split_tokens);
+    scratch *own = t->own;
+    prepare_rows(t);
+    for (int64_t token = begin; token < stop; token += c->tile) {
+        const int count = (int)smaller(c->tile, stop - token);
+        if (!kv_find_seen(t, token, count)) continue;
+        if (c->products) {
+            open_key_panels(t, token, count);
+            open_value_panels(t, token, count);
+            attend_with_products(t, count);
+            continue;
+        }
+        const kv_tile keys = open_tile(&c->k, t, token, count, own->keys);
+        const kv_tile values = open_tile(&c->v, t, token, count, own->values);
+        if (t->wide) attend_with_matrix(t, &keys, &values);
+        else attend_with_vectors(t, token, &keys, &values);
+    }
+}
+
+static void write(const kv_call *walk, const kv_query *query, ptrdiff_t q_head, float *row, float top, float l)
+{
+    const call *c = walk->given;
+    const int64_t queries = c->q->ne[1];
+    (void)top, (void)l;
+    memcpy((char *)c->out->data + q_head * c->out->nb[1] + query->token % queries * c->out->nb[2] + query->token / queries * c->out->nb[3],
+           row, (size_t)c->v.rows.head_dim * sizeof *row);
+}
+
+const kv_source kv_ggml_rows = {.read = read, .write = write, .refines_blocks = 1};

@@ -36,8 +36,8 @@ class KVCache(SequenceCache):
         Tokens of a block, the unit that is stored, shared with snapshots and copied: 16, 32, 64, 128 or 256. By default
         64, or what the format requires.
     secure : bool
-        Overwrite memory before it is used for anything else: that of freed, dropped, truncated and evicted tokens,
-        and the scratch memory of calls. Costs one write of the memory that is given back.
+        Overwrite memory before it is used again: the memory of freed, dropped, truncated and evicted tokens, and the scratch
+        memory of calls. This costs one write of the memory that is given back.
     v_head_dim : int, or a list with one per layer, optional
         head_dim of the values if it differs from that of the keys, as in multi-head latent attention without absorbed
         projections (DeepSeek: 192 and 128). The output of `attend` is as wide as the values.
@@ -54,10 +54,10 @@ class KVCache(SequenceCache):
     Each layer keeps its own length: append to every layer, then `advance`. All checks run before anything
     is written; a refused call leaves the cache as it was.
 
-    A format that seals blocks, such as ``"int4"`` (see `KVFormat`), keeps tokens as float16 until they are advanced
-    and their block is full. Queries still read the float16 rows until 16 further tokens follow the block. If
-    `truncate` goes back further than that, the block's remaining tokens have only their codes, and keep them. New
-    tokens in that block stay float16 if its scales do not fit them.
+    A format that seals blocks, such as ``"int4"`` (see `KVFormat`), keeps tokens as float16 until they are advanced and their
+    block is full. Queries still read the float16 rows until 16 further tokens follow the block. If `truncate` goes back further
+    than that, the block's remaining tokens have only their codes, and keep these codes. New tokens in that block stay float16 if
+    its scales do not fit them.
 
     Thread safety: different threads may use different caches, and any number of threads may read one cache
     (`attend`, `k`, `v`, `copy`). A thread that changes a cache must be its only user: the second thread gets a

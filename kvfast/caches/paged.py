@@ -46,10 +46,10 @@ class PagedKVCache(PagedStorage):
     v_head_dim : int, optional
         As in `KVCache`.
     buffer : buffer of bytes, or one array per layer, optional
-        Memory of the caller that the blocks lie in, as `buffer_layout` describes it: one piece of memory, layer after layer
-        and block after block; or for each layer an array of shape (num_blocks, ...) whose blocks may lie any multiple of the
-        alignment apart. What it holds at first does not matter. kvfast keeps a reference to it, and never frees it or makes
-        it larger. Without it the pool has memory of its own.
+        Memory of the caller that the blocks lie in, as `buffer_layout` describes it: one piece of memory, layer after layer and
+        block after block; or for each layer an array of shape (num_blocks, ...). The distance of its blocks may be any multiple
+        of the alignment. Its first contents do not matter. kvfast keeps a reference to it, and never frees it or makes it larger.
+        Without it the pool has memory of its own.
 
     Raises
     ------
@@ -69,17 +69,17 @@ class PagedKVCache(PagedStorage):
     releases it. A full block whose token ids are known (see `Sequence.advance`) can still be found until the pool needs
     it; the least recently used block is reused first.
 
-    A scheduler with its own tables passes its own slots and block tables to `append_batch`, `write_batch` and
-    `attend_batch`, and makes no sequences. A pool can be used in one of the two ways, not in both. A format with float rows
-    needs a `prepare_batch` for each of its steps.
+    A scheduler with its own tables passes its own slots and block tables to `append_batch`, `write_batch` and `attend_batch`, and
+    makes no sequences. A pool has either sequences or such a scheduler, not both. With a format of float rows, the scheduler
+    calls `prepare_batch` in each step.
 
-    With a window, a sequence behaves like a `RingKVCache`. Its block table has -1 where blocks have gone back to the
-    pool. A scheduler's own table may have anything there: blocks that no query sees are not read. A prefix can be found
-    as long as the pool has those of its blocks that a sequence of that length would hold.
+    With a window, a sequence behaves like a `RingKVCache`. Its block table has -1 where blocks have gone back to the pool. A
+    scheduler's own table may have any number there: blocks that no query sees are not read. A prefix can be found while the pool
+    has all of its blocks that a sequence of that length would hold.
 
-    In a `buffer`, all that belongs to a block of a layer lies in its bytes, scales included, but for float rows, which lie in
-    memory of the pool's own. So with a format without them, whoever owns the memory may copy the bytes of a block to another,
-    and that block then has the same tokens.
+    In a `buffer`, the bytes of a block of a layer hold its codes and scales. Float rows lie in memory of the pool's own. So with
+    a format without float rows, the owner of the memory may copy the bytes of a block to another block, which then has the same
+    tokens.
 
     Any number of threads may read a pool and its sequences at once; a thread that changes them must be its only user.
 

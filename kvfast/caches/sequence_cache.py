@@ -161,8 +161,9 @@ class SequenceCache(Splicing, StoredSequence):
             Positions are cut into chunks of this size. A query sees no key of the chunks before its own, except the sinks. Needs
             ``causal=True``.
         spans : integers of shape (num_spans, 2), optional
-            Starts and stops of positions whose tokens see each other, as those of an image (Gemma 3, PaliGemma) or of a prefix. All
-            tokens of a span must be appended before its queries attend. Such a query also sees all that it sees without spans.
+            Starts and stops of positions whose tokens see each other, such as the tokens of an image (Gemma 3, PaliGemma) or of a
+            prefix. All tokens of a span must be appended before its queries attend. Such a query also sees all that it sees
+            without spans.
 
         Returns
         -------
@@ -252,8 +253,8 @@ class SequenceCache(Splicing, StoredSequence):
     def k(self, layer: int) -> NDArray[np.float32]:
         """Keys of a layer, including tokens that are not yet advanced. In a spliced cache they are rotated for their positions there.
 
-        They are what `attend` reads: of tokens that are float rows, as the newest of a format that seals blocks, the floats, and of
-        all others the decoded codes. Until `advance` seals their block, tokens are shown as float16, whatever becomes of them.
+        These are the keys that `attend` reads. Tokens with float rows, such as the newest of a format that seals blocks, give
+        their floats; all other tokens give decoded codes. Until `advance` seals their block, all of its tokens give float16.
 
         Returns
         -------

@@ -29,12 +29,12 @@ def buffer_of(cache):
 
 
 def settings_of(cache):
-    """What a header has of a cache: its kind, shape and formats."""
+    """Kind, shape and formats of a cache, for the header of a file."""
     return cache._settings
 
 
 def salt_of(cache):
-    """The salt of a sequence's tokens, empty for other caches; None if it came from a file, which does not tell it."""
+    """The salt of a sequence's tokens, empty for other caches; None for a sequence from a file, which does not store the salt."""
     return cache._salt
 
 
@@ -87,12 +87,12 @@ class StoredSequence(StorageProperties):
     def truncate(self, n: int) -> None:
         """Keep the first `n` complete tokens. Tokens that were never counted with `advance` are dropped too.
 
-        So ``truncate(len(cache))`` takes back a step that broke off. The bytes of the kept tokens do not change.
+        So ``truncate(len(cache))`` undoes a step that failed half way. The bytes of the kept tokens do not change.
         """
         self._buffer.truncate(n)
 
     def clear(self) -> None:
-        """Drop all tokens; the memory is kept for new ones, but for what a prompt took in a ring."""
+        """Drop all tokens; the memory is kept for new ones, except what a prompt took in a ring."""
         self._buffer.truncate(0)
 
     def copy(self) -> Self:
@@ -133,7 +133,7 @@ class StoredSequence(StorageProperties):
         Raises
         ------
         ValueError
-            If layers hold tokens that were never counted, and for `token_ids` of another number.
+            If layers hold tokens that were never counted, or if the number of `token_ids` differs.
         """
         return Snapshot(self._settings, self._buffer.share_counted(uncounted), token_ids, metadata)
 
@@ -178,8 +178,8 @@ class StoredSequence(StorageProperties):
     ) -> None:
         """Write the stored bytes of the complete tokens to a file: safetensors, with checksums.
 
-        If the process dies meanwhile, the file is either the old one or the new one; the next `save` to this path removes what it left.
-        A new file has the mode that the umask gives, and one that is replaced keeps its mode.
+        If the process dies meanwhile, the file is either the old one or the new one; the next `save` to this path removes the
+        unfinished file. A new file gets its mode from the umask, and a replaced file keeps its mode.
 
         Parameters
         ----------
@@ -190,7 +190,7 @@ class StoredSequence(StorageProperties):
         Raises
         ------
         OSError
-            Also if a folder, a device, a pipe or a socket is there: only files are replaced.
+            Also if `path` is a folder, a device, a pipe or a socket: only files are replaced.
         ValueError
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
@@ -231,7 +231,7 @@ class StoredSequence(StorageProperties):
         return self._buffer.length > 0
 
     def _tokens_text(self, most=""):
-        """How many tokens there are, for `__repr__`: what was never counted is told."""
+        """The number of tokens, for `__repr__`, with the number of uncounted tokens."""
         uncounted = self._buffer.num_uncounted
         return f"{len(self)}{most} tokens" + (f" + {uncounted} not counted" if uncounted else "")
 

@@ -43,8 +43,8 @@ class KVFormat:
     per_channel : bool
         INT4 or INT3 keys have a scale and an offset per channel and full block, and none per token (KIVI, arXiv 2402.02750).
         Channels are ordered by their variation in the block, times the size of keys in both channels of a rotary pair. The first
-        quarter has a bit more, and the last quarter a bit less (INT4: two more and two less if they vary far more, and far less).
-        Four adjacent channels have the same number of bits.
+        quarter has one bit more, and the last quarter one bit less (INT4: two more and two less if their variations differ a
+        lot). Four adjacent channels have the same number of bits.
     block_size : int or None
         Tokens that are encoded together: 32, 64, 128 or 256, the `block_size` of the cache. Only with `centring`, `per_channel`
         or `num_recent_float_tokens`, where the tokens of a block stay float16 until it is full.
@@ -53,16 +53,16 @@ class KVFormat:
         attention, whatever their content (attention sinks, StreamingLLM, arXiv 2309.17453).
     num_recent_float_tokens : int
         Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a block is read as codes
-        once it is full and this number of tokens follow it. So there are `block_size` - 1 float tokens more at most. With
-        `centring` or `per_channel` the number is 16 at least. A rollback of this many tokens is exact. Sink tokens are read as codes once
-        blocks between them and the window are gone.
+        once it is full and this number of tokens follow it. So at most `block_size` - 1 further tokens are float16. With
+        `centring` or `per_channel` the number is at least 16. A rollback of this many tokens is exact. Sink tokens are read as
+        codes once blocks between them and the window are gone.
     clip_search : bool
         Choose each token's INT4 scale for the least squared error, even if that clips the largest elements. Writing takes
         longer; reading does not.
     calibration : Calibration, one of its layers, or None
-        The bases in which keys are stored, in place of what `rotation` does to them: those of `calibrate` for the model. It needs
-        keys that are rotated, or `per_channel`. A `Calibration` is for a cache with as many layers; ``calibration[3]`` is for a
-        single one.
+        The bases in which keys are stored, from `calibrate` for the model. They replace the `rotation` of keys. Keys must be
+        rotated, or `per_channel`. A `Calibration` is for a cache with the same number of layers; ``calibration[3]`` is for a
+        single layer.
 
     Raises
     ------
@@ -193,7 +193,7 @@ class KVFormat:
         ------
         ValueError
         TypeError
-            For the result of `to_dict` of a format with a calibration, which has only the digest of it.
+            For the result of `to_dict` of a format with a calibration, which has only the digest of the calibration.
         """
         if isinstance(value, cls):
             return value

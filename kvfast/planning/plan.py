@@ -36,22 +36,22 @@ class DtypePlan:
     dtype : str
         Name of the format, or ``"mixed"`` where layers differ.
     cache : str
-        The class that holds a sequence; two classes, joined by a plus, if only some layers have latent rows. For vLLM, the
-        format that its name of the dtype means.
+        The class that holds a sequence; two classes, joined by a plus, if only some layers have latent rows. For vLLM, the format
+        of kvfast that vLLM's name stands for.
     bytes_per_token : int
         Over all layers, like the `bytes_per_token` of the cache.
     bytes_per_sequence : int
         Largest size of a sequence while it grows to `MemoryPlan.context` tokens: whole blocks, and the float rows of its
         newest tokens.
     bytes_of_prompt : int
-        Largest size if all of these tokens come in one append. Until `advance`, the float rows of formats that seal blocks
-        exist for all tokens, and so do tokens that will leave the windows. For a prompt in chunks, only one chunk's do.
+        Largest size if all of these tokens come in one append. Until `advance`, all tokens have float rows in formats that seal
+        blocks, and no token has left a window. If a prompt comes in chunks, this is true of one chunk only.
     nbytes : int
         Bytes of all sequences of the batch.
     bytes_read : int
         Bytes of keys and values that one token of one sequence reads at the end of the context.
     fits : bool or None
-        Whether the batch fits into the memory. None if the memory is unknown, as in the next two.
+        Whether the batch fits into the memory. None if the memory is unknown; so are the next two fields.
     longest_context : int or None
         Tokens that every sequence of the batch can reach. Also None if there is no limit, because all layers have windows.
     largest_batch : int or None
@@ -145,7 +145,7 @@ def plan(
     context : int, optional
         Tokens of each sequence; by default the longest context that the model was made for, or 4,096 if that is unknown.
     batch : int
-        Number of sequences, each with its own cache. A `PagedKVCache` with as many blocks takes the same memory.
+        Number of sequences, each with its own cache. A `PagedKVCache` with the same number of blocks takes the same memory.
     dtype : str, dtype or KVFormat, or a list of them, optional
         Formats to compare; by default all presets and all storage dtypes. An entry that is a list has one per layer.
     memory : int, optional
@@ -159,9 +159,9 @@ def plan(
         Bytes of the weights that one token reads: less than all in a mixture of experts. By default all, or the same share as
         in the GGUF file.
     engine : str
-        ``"kvfast"``, or ``"vllm"`` for kvfast's formats in the blocks of vLLM, whose names of ``kv_cache_dtype`` `dtype` then
-        has; all of them by default. `memory` is then what `VLLM_CPU_KVCACHE_SPACE` gives, in bytes: keys and values alone, from
-        which no weights are subtracted. vLLM need not be installed.
+        ``"kvfast"``, or ``"vllm"`` for kvfast's formats in the blocks of vLLM. Then `dtype` takes vLLM's names of
+        ``kv_cache_dtype``, by default all of them. `memory` is then `VLLM_CPU_KVCACHE_SPACE` in bytes, for keys and values alone:
+        no weights are subtracted from it. vLLM need not be installed.
 
     Returns
     -------
@@ -237,7 +237,7 @@ def plan(
 
 
 def _with_weights(shape, weight_bytes, weight_bytes_read):
-    """The shape with the weights that the arguments tell; those of its file stand for arguments that are None."""
+    """The shape with the weights that the arguments tell; the weights of its file replace arguments that are None."""
     total, read = shape.weight_bytes, shape.weight_bytes_read
     if weight_bytes is not None:
         weight_bytes = check_size(weight_bytes, "weight_bytes", 1)

@@ -24,7 +24,7 @@ __all__ = ["MLAKVCache"]
 
 
 class LatentSequence(LatentRows, StoredSequence):
-    """Methods that all caches of latent rows of one sequence share."""
+    """Methods that every cache of latent rows of one sequence has."""
 
     __slots__ = ()
 
@@ -141,7 +141,7 @@ class LatentSequence(LatentRows, StoredSequence):
         num_splits: int = 0,
         num_threads: int | None = None,
     ) -> Any:
-        """Attention of the last tokens to all that a layer holds, in latents, computed on the stored bytes.
+        """Attention of the last tokens to all tokens of a layer, computed on the stored bytes. Outputs are latents.
 
         Scores are ``scale * (q . row)`` over the whole row; the output is the weighted sum of latents. With a model's
         projections `up_k` and `up_v`, as in `get_kv`, the queries of head h are
@@ -184,13 +184,13 @@ class LatentSequence(LatentRows, StoredSequence):
         num_splits: int = 0,
         num_threads: int | None = None,
     ) -> AttendPlan:
-        """Plan of the `attend` call without running it; see `KVCache.explain`. Its sizes leave out the rotary part.
+        """Plan of the `attend` call, which is not run; see `KVCache.explain`. Sizes in the plan leave out the rotary part.
 
         Parameters
         ----------
         layer : int
         q : array, tuple of int, or int
-            As in `attend`, or its shape, (num_tokens, num_q_heads, latent_dim + rope_dim), or the number of its tokens.
+            The queries of `attend`, their shape (num_tokens, num_q_heads, latent_dim + rope_dim), or their number of tokens.
         num_q_heads : int
             Query heads, if `q` is a number of tokens.
         dtype : str or dtype
@@ -248,7 +248,7 @@ class MLAKVCache(LatentSequence):
 
     Notes
     -----
-    Latent and rotary part each have their own scale if they are integers. `truncate`, `snapshot`, `save` and the other
+    The latent and the rotary part each have a scale if they are stored as integers. `truncate`, `snapshot`, `save` and the other
     methods of a `KVCache` work here in the same way, with the same guarantees.
 
     Examples

@@ -132,7 +132,7 @@ class _Heads:
 
 
 class MultiHeadKVCache(_Heads):
-    """Compressed keys and values of one layer, one compressor per head.
+    """Compressed keys and values of one layer; each head has its own compressor.
 
     Parameters
     ----------
@@ -149,9 +149,9 @@ class MultiHeadKVCache(_Heads):
 
     Notes
     -----
-    A vector takes ``head_dim * bits / 8`` bytes at every width, plus a scale of 2 bytes (4 bytes with 8 bits, or with 4
-    bits that are evenly spaced). Codes of 4 and 8 bits are read as they are; codes of 2 and 3 bits are unpacked in
-    registers (with AVX2 and above); other widths become 8 bits in the processor's cache.
+    A vector takes ``head_dim * bits / 8`` bytes, plus a scale of 2 bytes (4 bytes for 8 bits, and for 4 bits with evenly
+    spaced levels). Codes of 4 and 8 bits are read as they are; codes of 2 and 3 bits are unpacked in
+    registers (with AVX2 and above); codes of other widths are unpacked to 8 bits in the processor's cache.
 
     Only the scale of each vector adapts to the data. On Gaussian vectors of 128 elements (32 heads, 512 tokens), the mean
     cosine similarity of attention outputs with the exact ones is 0.89 (2 bits), 0.97 (3), 0.992 (4), 0.995 (keys 5,
@@ -211,7 +211,7 @@ class MultiHeadKVCache(_Heads):
         Parameters
         ----------
         keys, values : num_heads vectors of head_dim
-            As `queries` of `attention_scores`. If a token is refused, every head stays as it was.
+            As the `queries` of `attention_scores`. If a token is refused, every head stays as it was.
 
         Raises
         ------
@@ -249,7 +249,7 @@ class MultiHeadKVCache(_Heads):
         Raises
         ------
         ValueError
-            If the cache holds fewer.
+            If the cache holds fewer than `n` tokens.
         TypeError
         """
         truncate_held(self._buffer, n)
@@ -260,7 +260,7 @@ class MultiHeadKVCache(_Heads):
         Parameters
         ----------
         metadata : dict of str to str, optional
-            Anything to store with them.
+            Strings to store with the tokens.
 
         Returns
         -------
@@ -269,7 +269,7 @@ class MultiHeadKVCache(_Heads):
         return Snapshot(self._settings, self._buffer.share(), None, metadata)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to the state of a snapshot of this cache, or of another with as many heads and the same configuration.
+        """Return to the state of a snapshot of this cache, or of another cache with the same number of heads and configuration.
 
         Raises
         ------
@@ -293,7 +293,7 @@ class MultiHeadKVCache(_Heads):
         self.snapshot(metadata).save(path)
 
     def evict_outside_window(self, sliding_window: int) -> int:
-        """Drop all tokens before the last `sliding_window`. Blocks that hold none of those are reused.
+        """Drop all tokens before the last `sliding_window` tokens. Blocks that hold only dropped tokens are reused.
 
         Returns
         -------
@@ -303,7 +303,7 @@ class MultiHeadKVCache(_Heads):
         return evict(self._buffer, check_size(sliding_window, "sliding_window", 0))
 
     def head(self, i: int) -> HeadView:
-        """View of one head, with `attention_scores`, `attend`, `k` and so on. Calls use the cache as it is then.
+        """View of one head, with `attention_scores`, `attend`, `k` and so on. Each call reads the current state of the cache.
 
         Parameters
         ----------
@@ -312,7 +312,7 @@ class MultiHeadKVCache(_Heads):
         Returns
         -------
         HeadView
-            Its arrays have one head, and its queries the ``num_q_heads // num_heads`` heads that read it.
+            Its arrays have one head. Its queries are those of the ``num_q_heads // num_heads`` query heads that read this head.
 
         Raises
         ------

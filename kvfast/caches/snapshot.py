@@ -33,10 +33,10 @@ __all__ = ["Snapshot"]
 class Snapshot(StorageProperties):
     """The complete tokens of a cache at one point in time: from `KVCache.snapshot`, a file, or arrays.
 
-    Shares the blocks of its cache: only the block table is copied, and a block is copied when the cache writes to it. The
+    A snapshot shares the blocks of its cache. Only the block table is copied, and a block when the cache writes to it. The
     snapshot stays valid after the cache is gone. It can be restored any number of times, into its own cache or into
-    another with the same settings, which copies it. `kvfast.load` makes a new cache of it. For threads, a snapshot and its
-    cache count as one: see `KVCache`.
+    another cache with the same settings; the other cache copies the blocks. `kvfast.load` makes a new cache from it.
+    For threads, a snapshot and its cache count as one: see `KVCache`.
 
     Examples
     --------
@@ -90,7 +90,7 @@ class Snapshot(StorageProperties):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that only this snapshot needs: its table, and blocks that its cache has overwritten or dropped since."""
+        """Bytes that only this snapshot needs: its table, and blocks that its cache has since overwritten or dropped."""
         return self._buffer.nbytes_alone
 
     def to_arrays(self) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
@@ -120,7 +120,7 @@ class Snapshot(StorageProperties):
         token_ids: ArrayLike | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Self:
-        """Encode tokens to a snapshot that a `KVCache` or a `Sequence` can restore.
+        """Encode tokens into a snapshot that a `KVCache` or a `Sequence` can restore.
 
         Parameters
         ----------
@@ -198,7 +198,7 @@ class Snapshot(StorageProperties):
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration | LayerCalibration | None = None) -> Self:
-        """A snapshot from what `state_dict` returned; `calibration` as in `kvfast.load`.
+        """Make a snapshot from the result of `state_dict`; `calibration` as in `kvfast.load`.
 
         Raises
         ------
@@ -245,7 +245,7 @@ class Snapshot(StorageProperties):
         return cls(*cache_file.from_bytes(data, calibration))
 
     def _fitted(self, cache, convert):
-        """The storage for `cache` to restore: this one, or with `convert` its tokens in the formats of `cache`."""
+        """The storage that `cache` restores: this storage, or with `convert` its tokens in the formats of `cache`."""
         self._check_fits(cache, {"dtype"} if convert else set())
         if self._settings == cache._settings:
             return self._buffer
@@ -272,7 +272,7 @@ class Snapshot(StorageProperties):
 
     @property
     def _is_salted(self):
-        """Whether its tokens are those of a sequence with a salt."""
+        """Whether the tokens come from a sequence with a salt."""
         return self._salt != b""
 
     def _check_fits(self, cache, but):
@@ -285,7 +285,7 @@ class Snapshot(StorageProperties):
             raise IncompatibleSnapshotError(f"the snapshot holds {self.seq_len} tokens, the cache has room for {max_seq_len}")
 
     def _check_settings(self, cache, but=()):
-        """Raise unless `cache` has the settings of this snapshot, but for those in `but`."""
+        """Raise unless `cache` has the settings of this snapshot; those in `but` may differ."""
         mine, other = self._settings, cache._settings
         for name in mine | other:  # the kind first, and the number of layers before their settings
             if name not in but and mine.get(name) != other.get(name):
@@ -337,7 +337,7 @@ class Snapshot(StorageProperties):
 
 
 def _shown(name, value):
-    """A setting as messages show it: formats by name, and a value that all layers share only once."""
+    """The text of a setting for messages: formats by name, and a value that all layers share once."""
     if name == "dtype":
         value = [str(one) for one in value]
     return same_or_tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Caches put together from chunks that were computed apart, and cut in the middle."""
+"""Caches that are put together from chunks, which were computed apart, or cut in the middle."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Splicing:
 
         Each chunk was computed from position 0, by itself. Its keys stay as they are stored, and `attend` rotates the
         queries back by the distance that the chunk was moved: rotary scores depend on distances alone. Tokens of a chunk
-        have not seen what comes before it now, which changes a model's answers; to compute its first tokens again
-        makes up for some of that.
+        did not see the tokens that now precede the chunk, which changes a model's answers. Computing the chunk's first
+        tokens again reduces the change.
 
         Parameters
         ----------
@@ -34,11 +34,11 @@ class Splicing:
             With the shape and formats of this cache. Their complete tokens are taken: shared if they are in the same pool, else
             copied.
         rope : Rope or None, or a list with one per layer
-            The rotation of keys and queries that the model does; None for layers without one (ALiBi, NoPE). The same in every
-            call for a cache.
+            The rotation that the model applies to keys and queries; None for layers without rotation (ALiBi, NoPE). All calls
+            for a cache need the same `rope`.
         recomputed : int
-            Number of first tokens of the only chunk that were computed again, in their new place, as the last tokens of this
-            cache. They replace the chunk's own, and the rest of the chunk follows.
+            For a single chunk: number of its first tokens that were computed again, in their new place, as the last tokens of
+            this cache. They replace the chunk's first tokens, and the rest of the chunk follows.
 
         Raises
         ------
@@ -90,8 +90,8 @@ class Splicing:
     def drop(self, first: int, last: int, *, rope: Rope | None | Sequence[Rope | None]) -> None:
         """Take the tokens from position `first` to `last` out; later tokens move up (context shift).
 
-        Later keys stay as they are stored, and `attend` rotates the queries instead: it works for every format, any number of
-        times. Blocks without tokens are given back, so that a conversation without end fits a cache of a fixed size.
+        Later keys stay as they are stored, and `attend` rotates the queries instead. This works for every format, and any
+        number of times. Blocks without tokens are given back, so that a conversation without end fits a cache of a fixed size.
 
         Parameters
         ----------
@@ -151,4 +151,4 @@ class Splicing:
         return chunk
 
     def _forget_ids(self):
-        """Token ids are those of a sequence in one piece; see `PagedSequence`."""
+        """Forget the token ids, which only a sequence in one piece has; see `PagedSequence`."""

@@ -1,7 +1,7 @@
 """The command line, `python -m kvfast <command>`.
 
-A command is a function here that declares its arguments and names the function that runs it. Only
-NumPy is needed to get this far: what a command needs beyond it is imported when the command runs.
+Each command has a function here that declares its arguments and names the function that runs it. This
+module needs NumPy alone. A command imports the other packages that it needs when it runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(argv=None):
     Parameters
     ----------
     argv : list of str, optional
-        The arguments; those of the process when omitted.
+        The arguments; by default those of the process.
 
     Returns
     -------
@@ -90,10 +90,10 @@ def _add_generate(commands):
     add("prompt", nargs="?", metavar="TEXT", help="the text to continue")
     add("--text", metavar="FILE", help="continue the text of a file")
     _add_model_arguments(parser)
-    add("--dtype", help="what the cache stores, K and V apart with a slash: int8/int4 (default: int4)")
+    add("--dtype", help="format of the cache, or of K and V with a slash: int8/int4 (default: int4)")
     add("--session", metavar="FILE", help="continue the text in FILE, and save the longer text there")
     _add_prompt_cache(parser)
-    add("--max-tokens", type=_positive, default=128, help="stop after this many (default: 128)")
+    add("--max-tokens", type=_positive, default=128, help="stop after this number of tokens (default: 128)")
     add("--max-seq-len", type=_positive, help="tokens the cache has room for (default: as many as needed)")
     add(
         "--keep",
@@ -103,18 +103,18 @@ def _add_generate(commands):
     )
     add("--temperature", type=float, help="0 takes the likeliest token (default: 0, and 1 without a text)")
     add("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (default: 0, no limit)")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that sum to this (default: 1)")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens whose probabilities sum to this (default: 1)")
     add("--seed", type=_natural, help="make the draws repeatable")
     add(
         "--speculative",
         nargs="?",
         const="lookup",
         choices=["lookup", "layers"],
-        help="guess tokens and check them together, for the same text: by earlier passages of the text (lookup), "
-        "or by the model without some of its layers (default: lookup)",
+        help="guess tokens and check them together, for the same text. Guess from earlier passages (lookup), "
+        "or with some of the model's layers (layers) (default: lookup)",
     )
-    add("--draft-tokens", type=int, choices=range(1, 8), default=7, metavar="N", help="most guesses, 1 to 7 (default: 7)")
-    add("--draft-layers", type=_positive, metavar="N", help="layers that guess (default: two thirds of them)")
+    add("--draft-tokens", type=int, choices=range(1, 8), default=7, metavar="N", help="largest number of guesses, 1 to 7 (default: 7)")
+    add("--draft-layers", type=_positive, metavar="N", help="number of layers that guess (default: two thirds of the model's)")
     add("--compare", action="store_true", help="generate without guesses as well; compare tokens and time")
     parser.set_defaults(run=_run_generate)
 
@@ -123,14 +123,14 @@ def _add_prompt_cache(parser):
     parser.add_argument(
         "--prompt-cache",
         metavar="STORE",
-        help="keep prompts in a folder, or in redis://, s3:// and others, and take from it what is there",
+        help="keep prompts in a folder, or in redis://, s3:// and others, and reuse the prompts that it has",
     )
 
 
 def _add_eval(commands):
     parser = commands.add_parser(
         "eval",
-        help="measure what a compressed cache costs in quality",
+        help="measure how much quality a compressed cache loses",
         description="Predict a text token by token with a float32 cache and with others, and compare the predictions.",
     )
     add = parser.add_argument
@@ -140,9 +140,9 @@ def _add_eval(commands):
         "--dtype",
         default="all",
         metavar="LIST",
-        help="what the caches store, as for generate, with commas: int4,int8/int8; or all (default: all)",
+        help="formats of the caches, as for generate, with commas: int4,int8/int8; or all (default: all)",
     )
-    add("--llama-cpp", metavar="TYPES", help="measure llama.cpp's caches of these types too: q8_0,q8_0/q4_0 (K/V)")
+    add("--llama-cpp", metavar="TYPES", help="also measure llama.cpp's caches of these types (K/V): q8_0,q8_0/q4_0")
     add(
         "--compress",
         metavar="LIST",
@@ -154,26 +154,26 @@ def _add_eval(commands):
         "--task",
         choices=["predict", "retrieval"],
         default="predict",
-        help="predict every token of the texts, or give back numbers that are hidden in the first of them (default: predict)",
+        help="predict every token of the texts, or retrieve numbers that are hidden in the first text (default: predict)",
     )
     add(
         "--lengths",
         type=_numbers,
         default=[1500, 4000, 7000],
         metavar="LIST",
-        help="of retrieval: tokens of each task (default: 1500,4000,7000)",
+        help="for retrieval: tokens of the tasks (default: 1500,4000,7000)",
     )
     add(
         "--seeds",
         type=_positive,
         default=3,
         metavar="N",
-        help="of retrieval: tasks of each length, of the seeds 0 to N - 1 (default: 3)",
+        help="for retrieval: tasks of each length, with the seeds 0 to N - 1 (default: 3)",
     )
-    add("--pairs", type=_positive, default=24, metavar="N", help="of retrieval: numbers that a task hides (default: 24)")
-    add("--text", required=True, nargs="+", action="extend", metavar="FILE", help="UTF-8 text files, each by itself")
+    add("--pairs", type=_positive, default=24, metavar="N", help="for retrieval: numbers that a task hides (default: 24)")
+    add("--text", required=True, nargs="+", action="extend", metavar="FILE", help="UTF-8 text files, which are measured separately")
     add("--tokens", type=_positive, default=8000, help="use this many tokens of each text (default: 8000)")
-    add("--chunk", type=_positive, default=16, help="tokens per forward pass (default: 16, see evaluate)")
+    add("--chunk", type=_positive, default=16, help="tokens per forward pass (default: 16, see kvfast.evaluation.evaluate)")
     add("--plot", metavar="FILE", help="draw KL over bits per element: a PNG, SVG or PDF file")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run_eval)
@@ -183,13 +183,13 @@ def _add_calibrate(commands):
     parser = commands.add_parser(
         "calibrate",
         help="fit the storage of keys to a model",
-        description="Measure the queries and keys of a model on a text, and write the bases in which its keys lose least.",
+        description="Measure the queries and keys of a model on a text, and write the bases that store its keys with the least error.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a GGUF file")
     add("--text", required=True, metavar="FILE", help="a UTF-8 text file")
     add("--tokens", type=_positive, default=3072, help="use this many tokens of the text (default: 3072)")
-    add("--out", required=True, metavar="FILE", help="the file to write, of NumPy arrays (.npz)")
+    add("--out", required=True, metavar="FILE", help="the file to write, with NumPy arrays (.npz)")
     add("--threads", type=_positive, help="threads to compute with (default: all CPUs)")
     parser.set_defaults(run=_run_calibrate)
 
@@ -198,16 +198,16 @@ def _add_serve_sim(commands):
     parser = commands.add_parser(
         "serve-sim",
         help="serve many requests at once from one paged pool",
-        description="Continue many prompts with a shared system prompt by continuous batching over one paged pool, "
-        "then each by itself, and compare the texts.",
+        description="Continue many prompts that share a system prompt, by continuous batching over one paged pool. "
+        "Then continue each prompt by itself, and compare the texts.",
     )
     add = parser.add_argument
     _add_model_arguments(parser)
-    add("--requests", type=_positive, default=32, help="how many prompts (default: 32)")
+    add("--requests", type=_positive, default=32, help="number of prompts (default: 32)")
     add("--max-tokens", type=_positive, default=32, help="tokens per request (default: 32)")
     add("--dtype", default="int4", help="as for generate (default: int4)")
-    add("--blocks", type=_positive, help="blocks of the pool (default: as many as all requests at once need)")
-    add("--block-size", type=_positive, help="tokens of a block (default: 64, or what the format asks for)")
+    add("--blocks", type=_positive, help="blocks of the pool (default: enough for all requests at once)")
+    add("--block-size", type=_positive, help="tokens of a block (default: 64, or the number that the format needs)")
     add("--max-running", type=_positive, default=16, help="requests in one step (default: 16)")
     add("--show", type=_natural, default=2, help="number of texts to print (default: 2)")
     _add_prompt_cache(parser)
@@ -218,14 +218,14 @@ def _add_serve_sim(commands):
 def _add_store(commands):
     parser = commands.add_parser(
         "store",
-        help="show what a store of prompts holds, and prune it",
-        description="Show the prompts that a folder or a server holds: how long they are, their bytes, their age and how often they were used.",
+        help="show the contents of a store of prompts, and prune it",
+        description="Show the prompts in a folder or on a server, with their length, bytes, age and number of uses.",
     )
     add = parser.add_argument
     add("store", help="a folder, or redis://, s3:// and others")
     add("--show", type=_natural, default=20, metavar="N", help="values to show, the most used first (default: 20)")
     add("--older-than", type=float, metavar="DAYS", help="remove values that were not used for DAYS days")
-    add("--max-bytes", type=_natural, metavar="N", help="remove what was not used for the longest time, until N bytes are left")
+    add("--max-bytes", type=_natural, metavar="N", help="remove the least recently used values, until N bytes are left")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run_store)
 
@@ -233,35 +233,35 @@ def _add_store(commands):
 def _add_plan(commands):
     parser = commands.add_parser(
         "plan",
-        help="report what a model's cache will take on this machine",
-        description="Tell what the cache of a model takes in every format: bytes, what fits into this machine's memory, "
-        "and the tokens per second that reading it allows at most.",
+        help="report how much memory a model's cache takes on this machine",
+        description="Report for every format of a model's cache: its bytes, the tokens that fit into this machine's memory, "
+        "and the most tokens per second that the read bandwidth allows.",
     )
     add = parser.add_argument
     add("model", help="a config.json, its folder, or a GGUF file")
-    add("--context", type=_positive, metavar="N", help="tokens of a sequence (default: the longest of the model)")
+    add("--context", type=_positive, metavar="N", help="tokens of a sequence (default: the model's longest context)")
     add("--batch", type=_positive, default=1, metavar="N", help="sequences at once (default: 1)")
-    add("--dtype", metavar="LIST", help="what the caches store, with commas (default: everything they can)")
+    add("--dtype", metavar="LIST", help="formats of the caches, with commas (default: all)")
     add(
         "--memory",
         type=_gigabytes,
         metavar="GB",
-        help="memory of the machine, from which the weights are subtracted (default: what is available here); with --engine vllm "
-        "what VLLM_CPU_KVCACHE_SPACE gives to keys and values alone",
+        help="memory of the machine, for weights and cache (default: the available memory); with --engine vllm the memory "
+        "that VLLM_CPU_KVCACHE_SPACE gives to the cache alone",
     )
-    add("--bandwidth", type=_gigabytes, metavar="GB/S", help="what the machine reads (default: measured)")
+    add("--bandwidth", type=_gigabytes, metavar="GB/S", help="read bandwidth of the machine (default: measured)")
     add("--weights", type=_gigabytes, metavar="GB", help="size of the model's weights (default: those of a GGUF file)")
     add(
         "--weights-read",
         type=_gigabytes,
         metavar="GB",
-        help="of the weights, what a token reads in a mixture of experts (default: all, or the share in a GGUF file)",
+        help="weights that one token reads in a mixture of experts (default: all, or the share in a GGUF file)",
     )
     add(
         "--engine",
         choices=["kvfast", "vllm"],
         default="kvfast",
-        help="whose blocks: kvfast's own caches, or vLLM's with kvfast's formats",
+        help="caches to plan for: kvfast's own, or vLLM's with kvfast's formats (default: kvfast)",
     )
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run_plan)
@@ -276,13 +276,13 @@ def _add_bench(commands):
     )
     add = parser.add_argument
     add("--work", metavar="LIST", help="decode, cached, prefill, append, read, quantize, dequantize (default: decode,prefill)")
-    add("--model", metavar="NAME", help="whose shape: Llama-3-8B (default), Llama-3.2-1B, SmolLM2-135M, Qwen3-30B-A3B")
-    add("--formats", metavar="LIST", help="what the caches store, with commas; or all (default: float16,int8,k8v4,int4)")
-    add("--contexts", type=_numbers, metavar="LIST", help="tokens (default: 1024,4096,16384,65536; prefill to 16384)")
-    add("--tokens", type=_positive, metavar="N", help="queries of prefill, tokens at a time of append (default: 512)")
+    add("--model", metavar="NAME", help="shape of this model: Llama-3-8B (default), Llama-3.2-1B, SmolLM2-135M, Qwen3-30B-A3B")
+    add("--formats", metavar="LIST", help="formats of the caches, with commas; or all (default: float16,int8,k8v4,int4)")
+    add("--contexts", type=_numbers, metavar="LIST", help="tokens (default: 1024,4096,16384,65536; for prefill up to 16384)")
+    add("--tokens", type=_positive, metavar="N", help="queries of a prefill call, tokens of an append call (default: 512)")
     add("--threads", type=_numbers, metavar="LIST", help="(default: 1, and all CPUs)")
-    add("--rounds", type=_positive, metavar="N", help="(default: as many as take a second, 3 to 15)")
-    add("--megabytes", type=_positive, metavar="N", help="what a call of decode reads at least (default: 512)")
+    add("--rounds", type=_positive, metavar="N", help="timed rounds (default: 3 to 15, for about a second)")
+    add("--megabytes", type=_positive, metavar="N", help="megabytes that a decode call reads at least (default: 512)")
     add("--short", action="store_true", help="fewer contexts or cases, in half a minute")
     add("--json", metavar="FILE", help="write the results as JSON")
     add("--plot", metavar="FILE", help="draw time per token over context, and the memory wall: a PNG, SVG or PDF file")
@@ -291,9 +291,9 @@ def _add_bench(commands):
         nargs="?",
         const="",
         metavar="FILE",
-        help="measure the cases of a baseline; fail if one is more than 15 %% below (default: bench/baseline.json)",
+        help="measure the cases of a baseline; fail if one is more than 15 %% below it (default: bench/baseline.json)",
     )
-    add("--write-baseline", metavar="FILE", help="put the fractions that are measured into a baseline")
+    add("--write-baseline", metavar="FILE", help="write the measured fractions to a baseline")
     parser.set_defaults(run=_run_bench, extras={"rich": "bench"})
 
 
@@ -309,7 +309,7 @@ def _add_llama_cpp(commands):
     add(
         "--source",
         metavar="DIR",
-        help="sources of llama.cpp, of the version of the libraries (default: those of llama-cpp-python, by pip)",
+        help="sources of llama.cpp, in the version of the libraries (default: those of llama-cpp-python, fetched by pip)",
     )
     add("--libraries", metavar="DIR", help="folder of libggml-base.so (default: that of llama-cpp-python)")
     add("--out", metavar="FILE", help="the file to write (default: one in the user's cache)")
@@ -319,23 +319,23 @@ def _add_llama_cpp(commands):
 def _add_tune(commands):
     parser = commands.add_parser(
         "tune",
-        help="measure how attention asks for memory best on this machine, and keep it",
-        description="Measure the choices of how attention asks for memory, and keep the best of them in a file that kvfast reads "
-        "when it is imported. Takes about a minute, on a quiet machine. No bit of a result depends on it.",
+        help="find the fastest way for attention to prefetch memory on this machine, and keep it",
+        description="Measure the ways in which attention can prefetch memory, and keep the fastest in a file that kvfast reads "
+        "when it is imported. This takes about a minute, on a quiet machine. It does not change a bit of any result.",
     )
     add = parser.add_argument
     add("--threads", type=_numbers, metavar="LIST", help="(default: 1, and all CPUs)")
-    add("--context", type=_positive, default=16384, metavar="N", help="tokens (default: 16384)")
-    add("--rounds", type=_positive, default=7, metavar="N", help="(default: 7)")
+    add("--context", type=_positive, default=16384, metavar="N", help="tokens in the cache (default: 16384)")
+    add("--rounds", type=_positive, default=7, metavar="N", help="timed rounds (default: 7)")
     add(
         "--megabytes",
         type=_positive,
         default=512,
         metavar="N",
-        help="what a call reads at least, several times the last-level cache (default: 512)",
+        help="megabytes that a call reads at least, several times the last-level cache (default: 512)",
     )
     add("--no-keep", dest="keep", action="store_false", help="do not write the file")
-    add("--forget", action="store_true", help="remove what was kept for this kind of processor, and measure nothing")
+    add("--forget", action="store_true", help="remove the choices kept for this kind of processor, and do not measure")
     parser.set_defaults(run=_run_tune)
 
 
@@ -401,9 +401,9 @@ def _run_tune(args):
 def _add_model_arguments(parser):
     add = parser.add_argument
     add("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
-    add("--k-dtype", metavar="DTYPE", help="what the cache stores for keys, whatever --dtype says")
-    add("--v-dtype", metavar="DTYPE", help="what the cache stores for values, whatever --dtype says")
-    add("--calibration", metavar="FILE", help="store keys in the bases of this calibration, which `calibrate` has written")
+    add("--k-dtype", metavar="DTYPE", help="format of keys, in place of that of --dtype")
+    add("--v-dtype", metavar="DTYPE", help="format of values, in place of that of --dtype")
+    add("--calibration", metavar="FILE", help="store keys in the bases of this file, which `calibrate` wrote")
     add("--threads", type=_positive, help="threads to compute with (default: all CPUs)")
 
 

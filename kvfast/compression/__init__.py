@@ -4,10 +4,11 @@ From the bottom up::
 
     methods         the compression methods and their options
     basis           principal directions of each head
-    stores, product tokens in a cache, as coordinates or unchanged; tokens as indices into codebooks
+    stores          tokens in a cache, as coordinates or unchanged
+    product         tokens as indices into codebooks
     compressed      `CompressedKV`: a store and exact tokens for each sequence; files
-    bridges, compressor
-                    `KVCacheCompressor`
+    bridges         conversion between caches and compressed keys and values
+    compressor      `KVCacheCompressor`
     prefix_cache    `PrefixKVCache`: a compressed prefix, and live tokens after it
 """
 

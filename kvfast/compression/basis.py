@@ -70,7 +70,7 @@ class Basis:
         return by_token(q, self._lift.swapaxes(1, 2)), by_token(q, self.mean[..., None])[..., 0]
 
     def of_outputs(self, out, group):
-        """Transform outputs in rank space (num_tokens, heads * group, rank) to vectors."""
+        """Transform outputs in coordinates, (num_tokens, heads * group, rank), to vectors."""
         out = by_token(out.reshape(len(out), len(self.mean), group, -1), self._lift)
         return (out + self.mean[:, None]).reshape(len(out), -1, self.mean.shape[1])
 
@@ -87,7 +87,7 @@ class Basis:
 
     @classmethod
     def open(cls, arrays, heads, rank, head_dim, dtype=np.float16):
-        """A basis from `arrays`, whose ``take`` checks them."""
+        """Read a basis from `arrays`, whose ``take`` checks each array."""
         mean = arrays.take("mean", np.float32, (heads, head_dim))
         lift = arrays.take("lift", dtype, (heads, rank, head_dim))
         if not (np.isfinite(mean).all() and np.isfinite(lift).all()):
@@ -119,7 +119,7 @@ def eigen(x, mean=0.0):
 
 
 def rank_of_energy(moments, energy):
-    """The smallest number of largest moments that hold this share of their sum; at least one."""
+    """Smallest n for which the n largest moments hold this share of the sum of all moments; at least 1."""
     held = np.cumsum(moments)
     if not held[-1] > 0:
         return 1

@@ -28,21 +28,21 @@ class CacheBridges:
         Parameters
         ----------
         cache : KVCache, RingKVCache, Sequence, MLAKVCache, MLASequence or MultiHeadKVCache
-            Of a ring the visible tokens, see `RingKVCache.positions`.
+            From a ring, the visible tokens are compressed; see `RingKVCache.positions`.
         layer : int
             0 for a `MultiHeadKVCache`.
 
         Returns
         -------
         CompressedKV
-            Without a batch. That of latent rows has one head: its keys are the latents and its values the rotary parts, and the
+            Without a batch. Latent rows give one head, whose keys are the latents and whose values are the rotary parts; the
             shorter of the two are padded with zeros. Use it with `decompress_to_cache`, not with `attend`.
 
         Raises
         ------
         IndexError
         ValueError
-            If the layer is empty, and as in `compress_kv`.
+            If the layer is empty, or where `compress_kv` raises it.
         """
         k, v = _rows_of(cache, layer)
         if not len(k):
@@ -50,13 +50,13 @@ class CacheBridges:
         return self.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1))
 
     def decompress_to_cache(self, compressed: CompressedKV, cache: Any, layer: int) -> None:
-        """Append the decoded tokens to a layer of a cache. As after `append`, call `advance` when all layers have their tokens.
+        """Append the decoded tokens to a layer of a cache. Call `advance` when all layers have their tokens, as after `append`.
 
         Parameters
         ----------
         compressed : CompressedKV
         cache : KVCache, RingKVCache, Sequence, MLAKVCache, MLASequence or MultiHeadKVCache
-            Of the same kind of contents as that of `compress_cache`; a `MultiHeadKVCache` needs no `advance`.
+            A cache with the same kind of contents as in `compress_cache`; a `MultiHeadKVCache` needs no `advance`.
         layer : int
 
         Raises

@@ -206,7 +206,7 @@ class CompressedKV:
         Returns
         -------
         ndarray of q's shape, float32
-            With `return_lse` a tuple of it and float32 of that shape without its last axis.
+            With `return_lse` a tuple: this array, and the log-sum-exp, float32 of the same shape without the last axis.
 
         Raises
         ------

@@ -35,15 +35,15 @@ class KVCacheCompressor(CacheBridges):
     ----------
     method : LowRank, VectorQuantization, Hybrid or Quantize
     quant_bits : {8, 4}
-        Bits of a `Hybrid` or `Quantize` that does not set its own.
+        Bits for a `Hybrid` or `Quantize` without bits of its own.
 
     Notes
     -----
     `Hybrid` and `VectorQuantization` store some tokens exactly, in float16 (or float32 if a number exceeds its range):
 
     - the first 4 tokens;
-    - tokens whose value has, in any head, less than half the norm of the median token's value. Models mark attention sinks
-      in this way: tokens that receive attention when nothing else is relevant;
+    - tokens whose value, in any head, has less than half the norm of the median token's value. Attention sinks have such
+      values: tokens that receive attention when nothing else is relevant;
     - tokens whose keys or values are, in any head, more than twice as far from the head's mean as the median token's.
 
     The tokens farthest beyond these bounds are chosen first, at most one token in 64. For few tokens the limit is the first
@@ -109,7 +109,7 @@ class KVCacheCompressor(CacheBridges):
         return self._compress(k[None], v[None], None)
 
     def decompress_kv(self, compressed: CompressedKV) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Decode the keys and values of `compress_kv`, for any method.
+        """Decode the result of `compress_kv`, for any method.
 
         Returns
         -------
@@ -126,7 +126,7 @@ class KVCacheCompressor(CacheBridges):
         return compressed.decode()
 
     def decompress_kv_3d(self, compressed: CompressedKV) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Decode the keys and values of `compress_kv_3d`: ndarrays of shape (num_heads, seq_len, head_dim), float32."""
+        """Decode the result of `compress_kv_3d`: keys and values, ndarrays of shape (num_heads, seq_len, head_dim), float32."""
         if _layout_of(compressed).is_batched:
             raise DimensionMismatchError(f"this was compressed as a batch, {compressed.layout.shape}: use decompress_kv")
         return compressed.decode()

@@ -17,7 +17,7 @@ __all__ = ["Hybrid", "LowRank", "Quantize", "VectorQuantization"]
 class LowRank:
     """The best basis of a few directions for the keys of each head, and for its values.
 
-    The discarded singular values give the error: no other basis of this rank has a smaller one.
+    The discarded singular values give the error. No other basis of this rank has a smaller error.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class VectorQuantization:
         Centroids of a subvector, 2 to 256, and no more than there are tokens. An index takes 4 bits for up to 16 centroids,
         otherwise 8.
     num_subvectors : int, optional
-        By default a quarter of head_dim: with more than 16 centroids that is 2 bits per element.
+        By default a quarter of head_dim, which takes 2 bits per element with more than 16 centroids.
     seed : int
         Seed for the random choice of the first centroids. The same seed gives the same bytes.
     """
@@ -102,7 +102,7 @@ class VectorQuantization:
 
 @dataclass(frozen=True)
 class Quantize:
-    """Storage in a format of `KVCache`.
+    """Quantisation without a basis, in a format of `KVCache`.
 
     Parameters
     ----------

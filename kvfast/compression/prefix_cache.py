@@ -74,7 +74,7 @@ class PrefixKVCache:
     def compress(
         cls, cache: Any, compressor: Any, max_seq_len: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None
     ) -> Self:
-        """A cache whose prefix is the complete tokens of a `KVCache` or `Sequence`; that cache stays as it is.
+        """Make a cache whose prefix is the complete tokens of a `KVCache` or `Sequence`, which stays as it is.
 
         Parameters
         ----------
@@ -90,7 +90,7 @@ class PrefixKVCache:
         Raises
         ------
         ValueError
-            If the cache is empty, and as in `KVCacheCompressor.compress_kv`.
+            If the cache is empty, or where `KVCacheCompressor.compress_kv` raises it.
         """
         if not isinstance(cache, (KVCache, Sequence)):
             raise TypeError(f"cache must be a KVCache or a Sequence, got {type(cache).__name__}")
@@ -132,7 +132,7 @@ class PrefixKVCache:
         return_lse: bool = False,
         num_threads: int | None = None,
     ) -> Any:
-        """Attention of the last tokens, which are live, to the prefix and the live tokens; see `KVCache.attend`."""
+        """Attention of the last tokens, which must be live, to the prefix and to the live tokens; see `KVCache.attend`."""
         if out is not None:
             check_out(out, np.shape(q))
         options = {"scale": scale, "num_threads": num_threads, "return_lse": True}
@@ -144,7 +144,7 @@ class PrefixKVCache:
         return (result, lse) if return_lse else result
 
     def advance(self, n: int = 1) -> None:
-        """Count `n` tokens as complete; every layer must hold exactly that many new ones."""
+        """Count `n` tokens as complete; every layer must hold exactly `n` new tokens."""
         self._live.advance(n)
 
     def k(self, layer: int) -> NDArray[np.float32]:

@@ -50,7 +50,7 @@ class ProductStore:
         )
 
     def attend(self, q, visible, scale, num_threads=None):
-        """As `CacheStore.attend`, but `visible` may hold any counts."""
+        """Like `CacheStore.attend`, but each count in `visible` may have any value."""
         (key_basis, keys), (value_basis, values) = self.sides
         group = q.shape[1] // self.num_heads
         out, lse = np.zeros(q.shape, np.float32), np.full(q.shape[:2], -np.inf, np.float32)
@@ -100,8 +100,8 @@ class ProductStore:
 
 
 def balanced(moments, subvectors):
-    """Cut coordinates into subvectors of sizes as equal as possible and with about the same product of variances. For a
-    Gaussian, this is the best cut if all have the same number of centroids (Ge et al., Optimized product quantization, 2013).
+    """Cut coordinates into subvectors of nearly equal sizes and about the same product of variances. For a Gaussian,
+    this is the best cut if all subvectors have the same number of centroids (Ge et al., Optimized product quantization, 2013).
 
     Parameters
     ----------

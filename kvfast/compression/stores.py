@@ -1,7 +1,7 @@
 """Stores: the compressed tokens of all heads of one sequence.
 
-A store has `attend`, `decode`, `nbytes`, `num_tokens` and `arrays`; `open` makes a store from the arrays. It holds the tokens
-that are not exact, in their order.
+A store has `attend`, `decode`, `nbytes`, `num_tokens` and `arrays`; `open` makes a store from the arrays. A store holds the
+tokens that are not kept exactly, in their order.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class RankStore:
 
     @classmethod
     def of(cls, k, v, ranks, centred, dtype):
-        """`ranks`: one per head; at most the number of tokens, rounded up to whole lanes."""
+        """`ranks`: one rank per head, at most the number of tokens rounded up to whole lanes."""
         groups, most = [], -(-k.shape[1] // LANES) * LANES
         ranks = [min(rank, most) for rank in ranks]
         of_basis = np.float32 if str(dtype) == "float32" else np.float16
@@ -148,8 +148,8 @@ class RankStore:
 
     @staticmethod
     def ranks_of_energy(k, v, energy):
-        """For each head the rank that keeps this share of the sum of squares of its keys, and of its values. It is rounded
-        up to the width that is stored in any case."""
+        """Rank of each head that keeps this share of the sum of squares of its keys, and of its values. The rank is rounded
+        up to the padded width, which is stored in any case."""
         ranks = [max(rank_of_energy(eigen(x)[0], energy) for x in pair) for pair in zip(k, v)]
         return [min(k.shape[2], -(-rank // LANES) * LANES) for rank in ranks]
 
@@ -223,7 +223,7 @@ def open_cache(arrays, shape, num_tokens):
 
 
 def runs_of(visible):
-    """Cut queries into runs. In a run, each query sees as many tokens as the one before it, or each sees one more.
+    """Cut queries into runs. In a run, every query sees the same number of tokens, or every query sees one token more than the last.
 
     Yields
     ------

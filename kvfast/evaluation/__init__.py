@@ -1,4 +1,4 @@
-"""What a compressed cache costs a model in quality: measured on texts, against a float32 cache.
+"""The quality that a model loses with a compressed cache, measured on texts against a float32 cache.
 
     perplexity -> compressed_prompts, retrieval -> llama_cpp_caches
     calibration

@@ -17,7 +17,7 @@ def calibrate_on_text(model, tokens, *, progress=None) -> Calibration:
     ----------
     model : LlamaModel
     tokens : sequence of int
-        At least 128. Two or three thousand of any text are enough.
+        At least 128 tokens. Two or three thousand tokens of any text are enough.
     progress : callable, optional
         Called with the number of tokens each forward pass completed.
 
@@ -38,7 +38,7 @@ def calibrate_on_text(model, tokens, *, progress=None) -> Calibration:
 
 
 class _Observed:
-    """A float32 cache that counts the queries and keys of whole blocks, but for the first block."""
+    """A float32 cache that adds up moments of the queries and keys of whole blocks, except the first block."""
 
     def __init__(self, shape, room):
         self.moments = [Moments(*shape[1:]) for _ in range(shape[0])]

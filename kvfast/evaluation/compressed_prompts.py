@@ -1,4 +1,4 @@
-"""What compressing a finished prompt costs in quality, measured against a float32 cache."""
+"""The quality that a model loses when its prompt is compressed, measured against a float32 cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _QUERIES = 64
 
 @dataclass(frozen=True)
 class CompressionScore(CacheScore):
-    """How one method did on a text, whose beginning it compressed.
+    """Results of one method on a text whose beginning it compressed.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ def parse_methods(text):
     Returns
     -------
     dict of str to method
-        In their order, each once.
+        The methods in the order of the list, without repetitions.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def _method(name):
 
 
 def evaluate_compressed(model, tokens, prompt_len, methods, *, chunk_size=128, progress=None):
-    """Compress the keys and values of a prompt, and predict the tokens after it with each of the compressed forms.
+    """Compress the keys and values of a prompt with each method, and predict the tokens after the prompt.
 
     Tokens after the prompt are float32 for all, so that only the prompt differs.
 
@@ -100,7 +100,7 @@ def evaluate_compressed(model, tokens, prompt_len, methods, *, chunk_size=128, p
     model : LlamaModel
     tokens : sequence of int
     prompt_len : int
-        How many of the tokens are compressed; at least two are to be left.
+        Number of tokens to compress; at least two tokens must be left.
     methods : dict of str to method
         See `parse_methods`.
     chunk_size : int
@@ -169,7 +169,7 @@ class _Recorder:
 
 
 class _Measured:
-    """A prompt compressed by one method, and what that lost."""
+    """A prompt that one method compressed, and the errors of the method."""
 
     def __init__(self, method, recorder, max_seq_len):
         exact = recorder.cache

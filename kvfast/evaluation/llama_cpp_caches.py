@@ -1,8 +1,8 @@
 """llama.cpp's KV caches on the same text, through llama-cpp-python (extra ``llama-cpp``).
 
-Its weights are made float32 first. llama.cpp would otherwise round what it multiplies with quantised weights
-to 8 bits, and that alone moves the predictions of any two caches apart, by more than a cache of 8 bits
-does. In float32 both runtimes predict the same, and what differs is the cache.
+The model's weights are converted to float32 first. Otherwise llama.cpp rounds to 8 bits all numbers that it
+multiplies with quantised weights. That changes predictions more than a cache of 8 bits does. With weights in
+float32 both runtimes predict the same, and only the cache differs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log: list[str] = []  # what else llama.cpp had to say since the last cache was 
 
 
 class CacheTypes(NamedTuple):
-    """What one of llama.cpp's caches stores, by ggml's names."""
+    """The types of keys and values that one of llama.cpp's caches stores, by ggml's names."""
 
     k: str
     v: str
@@ -48,7 +48,7 @@ REFERENCE = CacheTypes("f32", "f32")
 
 
 def parse_cache_types(text):
-    """Read names with commas, K and V apart with a slash: ``"f16,q8_0/q4_0"``.
+    """Read a list of types with commas, with a slash between K and V: ``"f16,q8_0/q4_0"``.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class LlamaCpp:
     Attributes
     ----------
     rotated : list of str
-        The types that llama.cpp said to rotate before it quantises them, of those evaluated so far.
+        Evaluated types that llama.cpp rotates before it quantises, according to its log.
 
     Notes
     -----
@@ -142,7 +142,7 @@ class LlamaCpp:
         Returns
         -------
         list of CacheScore
-            One per type, `nll_float32` and `kl` against llama.cpp's own float32 cache.
+            One per type; `nll_float32` and `kl` refer to llama.cpp's own float32 cache.
         """
         with self._predictor(types, len(tokens), chunk_size) as predict:
             nll_float32, means = compare(tokens, predict, chunk_size=chunk_size, progress=progress)
@@ -155,7 +155,7 @@ class LlamaCpp:
 
     @contextlib.contextmanager
     def _predictor(self, types, room, chunk_size):
-        """What `compare` calls, over caches of llama.cpp: the reference and those of `types`."""
+        """The function that `compare` calls, for caches of llama.cpp: the reference, and the caches of `types`."""
         contexts = []
 
         def predict(chunk):
@@ -186,7 +186,7 @@ class LlamaCpp:
 
 
 class _Context:
-    """One of llama.cpp's caches. Called with the next tokens, it returns their logits, good until the next call."""
+    """One of llama.cpp's caches. A call with the next tokens returns their logits, which are valid until the next call."""
 
     def __init__(self, api, model, types, room, chunk_size):
         self._api = api

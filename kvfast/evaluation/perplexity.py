@@ -1,4 +1,4 @@
-"""What a compressed cache costs in quality, measured against a float32 cache."""
+"""The quality that a model loses with a compressed cache, measured against a float32 cache."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ROWS = 16
 
 @dataclass(frozen=True)
 class CacheScore:
-    """How one cache did on a text.
+    """Results of one cache on a text.
 
     Attributes
     ----------
     dtype : str
         What the cache stores: "int8", or "int8/int4" for K and V; for llama.cpp one of its types.
     num_predictions : int
-        Tokens predicted: all of the text but its first.
+        Number of predicted tokens: all tokens of the text except the first.
     nll, nll_float32 : float
         Mean negative log-likelihood per token, in nats, with this cache and with a float32 cache of
         the same runtime.
@@ -35,7 +35,7 @@ class CacheScore:
     bytes_per_token : int
         Bytes this cache stores per token.
     bits_per_element : float
-        Bits per number of a key or value at the end of the text, with all that the cache stores for it.
+        Bits per element of a key or value at the end of the text, all stored bytes included.
     runtime : str
         Whose cache: "kvfast" or "llama.cpp".
     """
@@ -65,8 +65,9 @@ def evaluate(model, tokens, caches, *, chunk_size=16, progress=None):
     """Predict every token of a text from the true tokens before it, with each cache.
 
     A float32 cache and all given caches go through the text together, chunk by chunk. In chunks of
-    up to 16 tokens each sees exactly what it would see when decoding one by one. Longer ones are
-    faster, and flatter formats that seal blocks: a chunk's own tokens are floats until it ends.
+    up to 16 tokens, each token sees exactly the bytes that it would see in decoding. Longer chunks
+    are faster, but make formats that seal blocks look better: a chunk's own tokens are floats until
+    the chunk ends.
 
     Parameters
     ----------
@@ -113,9 +114,9 @@ def compare(tokens, predict, *, chunk_size=512, progress=None):
     tokens : sequence of int
         At least two.
     predict : callable
-        Called with each chunk of the text in turn; returns a function from a slice of that chunk to
-        the logits after those tokens in each way, the reference first. It is not called any more
-        once the next chunk is given.
+        Called with each chunk of the text in turn. Returns a function that takes a slice of that chunk,
+        and returns the logits after these tokens in each way, the reference first. This function is
+        not called after `predict` gets the next chunk.
     chunk_size : int
         Most tokens of a chunk.
     progress : callable, optional
@@ -124,9 +125,9 @@ def compare(tokens, predict, *, chunk_size=512, progress=None):
     Returns
     -------
     nll : float
-        The reference's.
+        Mean negative log-likelihood of the reference.
     means : list of dict
-        `nll`, `kl` and `top1` of each of the others, as in `CacheScore`.
+        `nll`, `kl` and `top1` of each other way, as in `CacheScore`.
     """
     tokens = np.asarray(tokens)
     if len(tokens) < 2:
@@ -160,7 +161,7 @@ def compare(tokens, predict, *, chunk_size=512, progress=None):
 
 
 def mean_score(scores):
-    """One score of a cache for several texts: means over all predictions of all of them.
+    """One score of a cache for several texts: means over the predictions of all texts.
 
     Parameters
     ----------
@@ -178,12 +179,12 @@ def mean_score(scores):
 
 
 def bits_per_element(cache):
-    """Bits that a cache stores for each number of its keys and values, with all that it keeps for them."""
+    """Bits that a cache stores per element of its keys and values, all stored bytes included."""
     return 8 * cache.nbytes_used / (2 * cache.num_layers * cache.entry_size * len(cache))
 
 
 def log_softmax(logits):
-    """Log-probabilities over the last axis, in float64: divergences near 1e-4 are to be resolved."""
+    """Log-probabilities over the last axis, in float64, to resolve divergences near 1e-4."""
     result = logits.astype(np.float64)
     result -= result.max(axis=-1, keepdims=True)
     result -= np.log(np.exp(result).sum(axis=-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Files with plots in them (extra ``plot``)."""
+"""Files with plots (extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def check_plot(path):
-    """Refuse, before anything is measured, a file that no plot could be written to.
+    """Check before a measurement that a plot can be written to a file; raise an error if it cannot.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ def check_plot(path):
 
 
 def new_figure(size):
-    """An empty figure of that size in inches, which needs no display.
+    """An empty figure of the given size in inches. It needs no display.
 
     Returns
     -------

@@ -39,7 +39,7 @@ def float_bytes(cache_shape, itemsize):
 
 
 def memory_text(cache):
-    """The bytes of a cache's tokens, with blocks that are not full and tokens that are floats, and how many times that bare floats take.
+    """A text: the bytes of a cache's tokens, with partly empty blocks and float rows, and the ratios of float16 and float32 to that.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def plot_scores(scores, path, title):
     Parameters
     ----------
     scores : sequence of CacheScore
-        Those without divergence have no place on a logarithmic scale and are listed below the plot.
+        Scores without divergence do not fit a logarithmic scale, and are listed below the plot.
     path : path-like
         The file; its suffix is its type.
     title : str
@@ -191,7 +191,7 @@ def plot_scores(scores, path, title):
 
 
 def _label(figure, axes, scores):
-    """Write each score's dtype next to its point, where it covers neither a point nor another label."""
+    """Write each score's dtype near its point, at a place that covers no point and no other label."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 

@@ -1,6 +1,6 @@
-"""Retrieval: numbers hidden in a long text, and what a cache costs when the model is to give them back.
+"""Retrieval: a model must repeat numbers that are hidden in a long text; how much worse does it with a compressed cache?
 
-The text lies long before the questions, so that no recent token helps: what a cache lost of old tokens shows here first.
+The text comes long before the questions, so recent tokens do not help. Errors in old tokens show in this task first.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RetrievalTask:
     prompt : int
         Tokens before the first question.
     answers : list of ndarray of int
-        For each question the positions of the tokens of its number.
+        For each question, the positions of the tokens of the number that is the answer.
     """
 
     tokens: np.ndarray
@@ -104,7 +104,7 @@ class RetrievalTask:
 
 @dataclass(frozen=True)
 class RetrievalScore:
-    """How one cache did on several tasks.
+    """Results of one cache on several tasks.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ class RetrievalScore:
     difference, interval : float
         ``log_prob - log_prob_float32``, and half the width of its 95 % interval: 1.96 standard errors over the answers.
     num_exact, num_exact_float32 : int
-        Answers of which each token was the likeliest after the true tokens before it.
+        Answers in which every token was the most likely one after the true tokens before it.
     exact_low, exact_high : float
         95 % interval of the share of exact answers (Wilson 1927).
     bits_per_element : float
@@ -150,13 +150,13 @@ def retrieval_task(tokenizer, text, num_tokens, num_pairs=24, seed=0):
     ----------
     tokenizer : Tokenizer
     text : str
-        Long enough for what the sentences leave of `num_tokens`.
+        Long enough to fill the tokens of `num_tokens` that the sentences leave.
     num_tokens : int
         Most tokens of the task, questions included.
     num_pairs : int
         Numbers to hide, at most one for each of `NAMES`.
     seed : int
-        Of the numbers, their names, places and order.
+        Seed of the numbers, and of their names, places and order.
 
     Returns
     -------
@@ -165,7 +165,7 @@ def retrieval_task(tokenizer, text, num_tokens, num_pairs=24, seed=0):
     Raises
     ------
     ValueError
-        For a text that is too short, more pairs than names, or no room for them.
+        If the text is too short, if there are more pairs than names, or if the pairs do not fit.
     """
     if not 1 <= num_pairs <= len(NAMES):
         raise ValueError(f"num_pairs must be between 1 and {len(NAMES)}, got {num_pairs}")
@@ -208,8 +208,8 @@ def retrieve(task, predict, *, chunk_size=512, progress=None):
     ----------
     task : RetrievalTask
     predict : callable
-        As in `compare`: called with each chunk of tokens in turn; returns a function from a slice of that chunk to the logits
-        after those tokens in each way.
+        As in `compare`: called with each chunk of tokens in turn. Returns a function that takes a slice of that chunk, and
+        returns the logits after these tokens in each way.
     chunk_size : int
         Most tokens of a chunk before the questions; the questions come 16 at a time.
     progress : callable, optional

@@ -39,12 +39,12 @@ class PromptCache:
     """Caches of prompts in a store, found again by their tokens.
 
     A prompt is kept in chunks of `chunk_tokens` tokens. The key of a chunk is a digest of all tokens up to its end, the model, and
-    the settings of the cache. So prompts with the same beginning share chunks, and finding the longest prefix costs one look-up per
-    chunk, whatever else the store holds. The rest of a prompt, after its last chunk, is a separate value.
+    the settings of the cache. So prompts with the same beginning share chunks, and a search for the longest prefix costs one look-up
+    per chunk, however large the store is. The rest of a prompt, after its last chunk, is a separate value.
 
-    Any number of processes may share a store. A missing, damaged or foreign value ends the match, and what was found before it is
-    used. A store that is slow or gone costs time and a warning, and the prompt is computed. One that cannot be written, as on a full
-    disk, is still read.
+    Any number of processes may share a store. A missing, damaged or foreign value ends the match, and the chunks before it
+    are used. A store that is slow or gone costs time and a warning, and the runtime computes the prompt. A store that cannot be
+    written, for example on a full disk, is still read.
 
     Parameters
     ----------
@@ -52,16 +52,16 @@ class PromptCache:
         A folder, which is created if it does not exist; a URL such as ``"redis://..."`` or ``"s3://..."``, see
         `kvfast.prompts.stores.open_store`; or a store of your own.
     max_bytes : int, optional
-        Largest number of bytes in the folder. The least recently used values are removed first, at once if the folder holds more; the
-        clock does not matter. If the store is far: in the folder `near`.
+        Largest number of bytes in the folder; for a far store, in the folder `near`. The least recently used values are removed first,
+        at once if the folder holds more. Their order does not depend on the clock.
     near : path-like, optional
         A folder in front of a far store.
     chunk_tokens : int
         A multiple of the block size of every cache. Larger chunks need fewer look-ups, smaller ones share more.
     secret : bytes
-        At most 64 bytes. Separates tenants: without it, nobody finds a value, or makes one that is found.
+        At most 64 bytes. Separates tenants: without the secret, nobody finds a value, or makes a value that is found.
     time_limit : float
-        Seconds that the calls of the store may take for one prompt. What has come by then is used.
+        Seconds that the calls of the store may take for one prompt. Values that arrive later are not used.
     background : bool
         Let `save` return before the store has the values; see `flush`.
 
@@ -112,7 +112,7 @@ class PromptCache:
         salt: bytes | None = None,
         uncounted: Literal["raise", "drop"] = "raise",
     ) -> bool:
-        """Save the complete tokens of a cache. What the store has already is not written again.
+        """Save the complete tokens of a cache. Values that the store already has are not written again.
 
         Parameters
         ----------
@@ -121,15 +121,15 @@ class PromptCache:
         model : str
             Fingerprint of the model that computed the cache: its name and version, or a checksum of its weights.
         salt : bytes, optional
-            As in `PagedKVCache.match_prefix`: a part of the keys. By default that of a `Sequence`, and none for other caches.
+            A part of the keys, as in `PagedKVCache.match_prefix`. By default the salt of a `Sequence`, and no salt for other caches.
         uncounted : {"raise", "drop"}
             As in `KVCache.snapshot`.
 
         Returns
         -------
         bool
-            Whether the store keeps the prompt; in the background, whether it is going to be written. False if the cache is empty, or
-            larger than `max_bytes` by itself.
+            Whether the store has the prompt, or, with `background`, will write it. False if the cache is empty, or if it alone exceeds
+            `max_bytes`.
         """
         return self._save(_checked_cache(cache).snapshot(token_ids, uncounted=uncounted), cache, model, salt, True)
 
@@ -142,7 +142,7 @@ class PromptCache:
         salt: bytes | None = None,
         uncounted: Literal["raise", "drop"] = "raise",
     ) -> bool:
-        """`save`, without the rest of the prompt after its last chunk, which few other prompts share.
+        """Save only the full chunks of a prompt: few other prompts share the rest after the last chunk.
 
         Parameters and result are those of `save`.
         """
@@ -195,8 +195,8 @@ class PromptCache:
         model, salt
             As in `save`.
         tokens_per_second : float, optional
-            Tokens of a prompt that the runtime computes in a second. What would take longer to fetch than to compute, by the rate of
-            the fetches before, is not fetched.
+            Tokens of a prompt that the runtime computes in a second. Chunks that would take longer to fetch than to compute, at the
+            rate of earlier fetches, are not fetched.
 
         Returns
         -------
@@ -224,7 +224,7 @@ class PromptCache:
     def extended(
         self, sequence: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None, tokens_per_second: float | None = None
     ) -> Any:
-        """A sequence that goes on with what the store has of a prompt; see `PagedKVCache.use_prompt_cache`.
+        """Extend a sequence by the tokens of a prompt that the store has; see `PagedKVCache.use_prompt_cache`.
 
         Parameters
         ----------
@@ -270,13 +270,13 @@ class PromptCache:
         return sequence
 
     def flush(self) -> None:
-        """Wait until the store has all that was saved in the background."""
+        """Wait until the store has all values that were saved in the background."""
         self._check_open()
         self._writer.flush()
         self._patient.settle()
 
     def close(self) -> None:
-        """Write what was saved in the background, and leave the store. Closing twice is harmless; other calls are refused afterwards."""
+        """Wait for values saved in the background, and close the store. A second `close` is harmless; other calls are refused."""
         self._writer.close()
         self._patient.close()
         self._is_closed = True
@@ -288,18 +288,18 @@ class PromptCache:
         self.close()
 
     def clear(self) -> None:
-        """Remove all values, of all models. It lists the store."""
+        """Remove all values, of all models. This lists the whole store."""
         self.flush()
         self.store.delete([entry.key for entry in self.store.entries()])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values. It lists the store."""
+        """Bytes of all values. This lists the whole store."""
         self.flush()
         return sum(entry.nbytes for entry in self.store.entries())
 
     def __len__(self) -> int:
-        """Number of prompts, of all models. It lists the store."""
+        """Number of prompts, of all models. This lists the whole store."""
         self.flush()
         return sum(entry.key.startswith("e-") for entry in self.store.entries())
 

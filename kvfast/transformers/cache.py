@@ -23,39 +23,39 @@ __all__ = ["KVFastCache"]
 class KVFastCache(Cache):
     """Keys and values of a batch in kvfast's storage, for ``model.generate(cache=...)``.
 
-    With ``attn_implementation="kvfast"``, prompts and single tokens attend straight on the stored bytes. Under any other
-    implementation the cache also works: it decodes all of itself at every step, which takes time and memory.
+    With ``attn_implementation="kvfast"``, prompts and single tokens attend to the stored bytes. Under any other
+    implementation the cache decodes all of its tokens at every step, which takes time and memory.
 
     Parameters
     ----------
     config : PreTrainedConfig
-        ``model.config``: of layers, windows, and the attention implementation, which may change between steps.
+        ``model.config``: it has the layers, the windows and the attention implementation, which may change between steps.
     dtype, k_dtype, v_dtype
         As in `kvfast.KVCache`; ``"int4"`` by default.
     max_seq_len : int, optional
-        Most tokens of a row; their memory is then reserved at once. Without it rows grow. Not for models with sliding
-        windows, whose layers take constant memory.
+        Largest number of tokens of a row; their memory is reserved at once. Without it rows grow. Not for models with
+        sliding windows, whose layers take constant memory.
     rollback : int
         Tokens that `crop` can go back in layers with a sliding window.
-    prompt_cache : kvfast.PromptCache, or what one takes, optional
+    prompt_cache : kvfast.PromptCache, or its `store` argument, optional
         Where `restore_prompt` and `save_prompt` keep prompts.
 
     Raises
     ------
     ValueError
-        For models with layers that are not known, encoder-decoders among them, and as `kvfast.KVCache`.
+        For models with unknown layers, such as encoder-decoders, and where `kvfast.KVCache` raises it.
 
     Notes
     -----
     Each row of the batch is a cache of its own (`rows`), which holds no padding. Beams share blocks: `reorder_cache` copies
-    none, and a beam copies the block that it writes to. Where the model makes no new tokens for a while, a row can be kept
-    with ``cache.rows[0].save(path)``.
+    no block, and a beam copies a block before it writes to it. To keep a row on disk, call ``cache.rows[0].save(path)``
+    between steps.
 
-    Layers may differ in their KV heads, their head_dim, and in what they see: everything, a sliding window, or chunks. Layers
-    with a linear attention, a convolution or another state keep it in transformers' own tensors, which `rows` and `nbytes`
-    leave out; a layer that reads another's keys and values keeps nothing.
+    Layers may differ in their KV heads, their head_dim, and the tokens that they see: all, a sliding window, or chunks. Layers
+    with a state, such as linear attention or a convolution, keep it in transformers' own tensors, which `rows` and `nbytes`
+    leave out. A layer that reads the keys and values of another layer stores nothing.
 
-    Where keys and values have different widths, the narrower are stored with zeros after them, which takes their memory.
+    Keys and values may have different widths. Each side is stored in its own width.
 
     Threads are those of ``torch.get_num_threads()``. A cache serves one thread at a time.
 
@@ -149,7 +149,7 @@ class KVFastCache(Cache):
 
     @property
     def nbytes(self):
-        """Bytes reserved for keys and values; what beams share counts once."""
+        """Bytes reserved for keys and values; blocks that beams share count once."""
         return self._rows.nbytes
 
     def restore_prompt(self, input_ids, model=None, *, tokens_per_second=None):
@@ -162,7 +162,7 @@ class KVFastCache(Cache):
         model : str, optional
             As in `kvfast.PromptCache.restore`; by default the name and revision in the configuration.
         tokens_per_second : float, optional
-            As there.
+            As in `kvfast.PromptCache.restore`.
 
         Returns
         -------
@@ -172,7 +172,7 @@ class KVFastCache(Cache):
         Raises
         ------
         ValueError
-            If the cache is not empty, for more than one prompt, and for a model whose layers keep a state or latents.
+            If the cache is not empty, if there is more than one prompt, or if layers of the model keep a state or latents.
         """
         token_ids, model = self._prompt(input_ids, model)
         if self._rows.rows:
@@ -235,13 +235,13 @@ class KVFastCache(Cache):
         Parameters
         ----------
         tokens_to_remove : int
-            Their number, as transformers gives it: negative, or 0 for none.
+            The number of tokens to drop, as a negative number (as transformers passes it), or 0.
 
         Raises
         ------
         ValueError
-            For a positive number, or where a sliding window has dropped what it would need, or a layer keeps a state that
-            cannot go back; the cache is as it was.
+            For a positive number, if a sliding window has dropped tokens that it would need, or if a layer keeps a state that
+            cannot go back. The cache stays as it was.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative integer, got {tokens_to_remove}")
@@ -254,16 +254,16 @@ class KVFastCache(Cache):
                     layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx):
-        """Let row i be what row ``beam_idx[i]`` was."""
+        """Replace row i by the old row ``beam_idx[i]``, for all rows."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices):
-        """Keep the rows of some indices, in their order."""
+        """Keep the rows with the given indices, in the order of the indices."""
         if self._rows.rows:
             self._select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats):
-        """Let each row be there `repeats` times."""
+        """Repeat each row `repeats` times."""
         self._select([i for i in range(len(self._rows.rows)) for _ in range(repeats)])
 
     def _select(self, indices):

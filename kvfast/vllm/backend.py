@@ -1,4 +1,4 @@
-"""vLLM's attention backend for CPUs, where kvfast carries a layer; vLLM's own for all others."""
+"""An attention backend of vLLM for CPUs: kvfast for the layers that it carries, vLLM's own backend for all others."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,7 +60,7 @@ class KVFastBackend(CPUAttentionBackend):
 
 @dataclass
 class KVFastMetadata:
-    """What one step asks of all layers of a group."""
+    """The arguments of one step, for all layers of a group."""
 
     num_actual_tokens: int
     tables: list[np.ndarray]  # block_table, seq_lens and cu_seqlens_q
@@ -69,8 +69,8 @@ class KVFastMetadata:
 
 
 def warn_of_spans(common_attn_metadata):
-    """Say that the tokens of an image, which should see each other, are read causally. vLLM's own backend for CPUs does the same, and
-    says nothing."""
+    """Warn that attention reads the tokens of an image in causal order, although they should see each other. vLLM's own backend for
+    CPUs does the same without a warning."""
     if any((common_attn_metadata.mm_req_doc_ranges or {}).values()):
         logger.warning_once(
             "the tokens of an image should see each other in this model, and attention on CPUs reads them in causal order, with "
@@ -203,7 +203,7 @@ class KVFastImpl(CPUAttentionBackendImpl):
         return output
 
     def _attend_one_by_one(self, attend, query, attn_metadata, out):
-        """Requests whose queries are not finite get NaN, as from vLLM's own backend, and all others what they get alone."""
+        """Return NaN for requests whose queries are not finite, as vLLM's own backend does. Compute each other request alone."""
         batch, causal = self.memory.batch_of(attn_metadata), attn_metadata.causal
         for i, (first, last) in enumerate(pairwise(attn_metadata.tables[2].tolist())):
             if first == last:
@@ -214,7 +214,7 @@ class KVFastImpl(CPUAttentionBackendImpl):
                 out[first:last] = float("nan")
 
     def _set_options(self):
-        """Those of this layer's attention, now that its weights are loaded."""
+        """Set the options of this layer's attention, after its weights are loaded."""
         self._options = {
             "scale": self.scale,
             "softcap": self.logits_soft_cap or None,

@@ -66,16 +66,33 @@ class KVFastMetadata:
     tables: list[np.ndarray]  # block_table, seq_lens and cu_seqlens_q
     slots: np.ndarray
     causal: bool | list[bool]  # of all requests, or of each
+    spans: list[list[tuple[int, int]] | None] | None = None  # of each request: tokens of an image, which see each other
 
 
 def warn_of_spans(common_attn_metadata):
     """Warn that attention reads the tokens of an image in causal order, although they should see each other. vLLM's own backend for
-    CPUs does the same without a warning."""
+    CPUs does so without a warning."""
     if any((common_attn_metadata.mm_req_doc_ranges or {}).values()):
         logger.warning_once(
-            "the tokens of an image should see each other in this model, and attention on CPUs reads them in causal order, with "
-            "kvfast and without: texts about images may differ from what the model means"
+            "the tokens of an image should see each other in this model, and some of its layers read them in causal order: texts about "
+            "images may differ from what the model means"
         )
+
+
+def spans_of(common_attn_metadata):
+    """For each request, the spans whose tokens see each other and that have queries in this step; None if no request has one."""
+    ranges = common_attn_metadata.mm_req_doc_ranges
+    if not ranges or not any(ranges.values()):
+        return None
+    lengths, starts = common_attn_metadata.seq_lens.tolist(), common_attn_metadata.query_start_loc.tolist()
+    spans = []
+    for i, length in enumerate(lengths):
+        first = length - (starts[i + 1] - starts[i])
+        found = [(start, last + 1) for start, last in ranges.get(i, ()) if start < length and last >= first]
+        if any(stop > length for _, stop in found):
+            logger.warning_once("a step ends inside of an image whose tokens see each other: pass --disable-chunked-mm-input")
+        spans.append([(start, min(stop, length)) for start, stop in found] or None)
+    return spans if any(spans) else None
 
 
 class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -114,6 +131,9 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = [named[name] for name in layer_names]
         for layer in layers:
             layer.impl.is_carried = True
+        # As in Gemma 4: a token of an image sees no token before its window, and all after it in the image.
+        is_clamped = any(getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers)
+        self._clamps_spans = is_clamped and isinstance(kv_cache_spec, SlidingWindowSpec)
 
         def new_pool(buffer):
             num_blocks, num_kv_heads, block_size, _ = buffer[0].shape
@@ -137,7 +157,8 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        warn_of_spans(common_attn_metadata)
+        if self._memory is None or self._clamps_spans:
+            warn_of_spans(common_attn_metadata)
         if self._memory is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         causal = common_attn_metadata.causal
@@ -149,7 +170,8 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 "kvfast has no windows with two sides, and this model did not ask for them when its layers were made: set KVFAST_VLLM=0"
             )
         self._memory.bind()
-        return KVFastMetadata(common_attn_metadata.num_actual_tokens, *arrays_of(common_attn_metadata), causal)
+        spans = spans_of(common_attn_metadata) if causal is True and not self._clamps_spans else None
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, *arrays_of(common_attn_metadata), causal, spans)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
@@ -196,7 +218,7 @@ class KVFastImpl(CPUAttentionBackendImpl):
             self._attend_one_by_one(attend, query, attn_metadata, out)
             return output
         try:
-            attend(query, self.memory.batch_of(attn_metadata), out=out, causal=attn_metadata.causal)
+            attend(query, self.memory.batch_of(attn_metadata), out=out, causal=attn_metadata.causal, spans=attn_metadata.spans)
         except NonFiniteInputError as error:
             logger.warning_once("kvfast returns NaN for requests whose queries are not finite: %s", error)
             self._attend_one_by_one(attend, query, attn_metadata, out)
@@ -204,12 +226,18 @@ class KVFastImpl(CPUAttentionBackendImpl):
 
     def _attend_one_by_one(self, attend, query, attn_metadata, out):
         """Return NaN for requests whose queries are not finite, as vLLM's own backend does. Compute each other request alone."""
-        batch, causal = self.memory.batch_of(attn_metadata), attn_metadata.causal
+        batch, causal, spans = self.memory.batch_of(attn_metadata), attn_metadata.causal, attn_metadata.spans
         for i, (first, last) in enumerate(pairwise(attn_metadata.tables[2].tolist())):
             if first == last:
                 continue
             try:
-                attend(query[first:last], batch.only(i), out=out[first:last], causal=causal if isinstance(causal, bool) else causal[i])
+                attend(
+                    query[first:last],
+                    batch.only(i),
+                    out=out[first:last],
+                    causal=causal if isinstance(causal, bool) else causal[i],
+                    spans=spans and [spans[i]],
+                )
             except NonFiniteInputError:
                 out[first:last] = float("nan")
 

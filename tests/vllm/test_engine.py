@@ -14,6 +14,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_engines import MODELS, generate, in_engine, layers_of, save_model
 
@@ -215,6 +216,50 @@ def test_fp8_is_left_to_vllm(folder_of, monkeypatch):
     assert said == ["kvfast leaves FullAttentionSpec with kv_cache_dtype=fp8 to vLLM's own backend"]
     monkeypatch.setenv("KVFAST_VLLM", "0")
     assert in_engine(folder_of("llama"), lambda llm: generate(llm, prompts((40,))), kv_cache_dtype="fp8") == tokens
+
+
+def see_each_other(folder, ids, spans, window, most):
+    """The tokens that follow a prompt whose tokens see each other within the spans, by transformers without a cache."""
+    model, ids = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32), list(ids)
+    for _ in range(most):
+        at = torch.arange(len(ids))
+        seen = (at[None] <= at[:, None]) & (at[None] > at[:, None] - window)
+        for start, last in spans:
+            inside = (start <= at) & (at <= last)
+            seen |= inside[None] & inside[:, None]
+        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0, -1].argmax()))
+    return ids[-most:]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_tokens_of_images_see_each_other(folder_of, monkeypatch, name):
+    """Prompts with ranges as vLLM hands them over for images, in one batch with a prompt without, and the tokens that follow."""
+    spans = {40: [(3, 20)], 200: [(10, 60), (61, 61), (130, 199)], 5: []}
+
+    def build(self, common_prefix_len, common, fast_build=False, original=backend.KVFastMetadataBuilder.build):
+        common = copy.copy(common)
+        lengths = [next(n for n in sorted(spans) if n + 24 > length) for length in common.seq_lens.tolist()]
+        common.mm_req_doc_ranges = {i: spans[n] for i, n in enumerate(lengths)}
+        return original(self, common_prefix_len, common, fast_build)
+
+    monkeypatch.setattr(backend.KVFastMetadataBuilder, "build", build)
+    ids = prompts(sorted(spans))
+    window = 70 if name == "mistral" else 1 << 20
+    expected = [see_each_other(folder_of(name), one, spans[len(one)], window, 8) for one in ids]
+    assert expected != [see_each_other(folder_of(name), one, [], window, 8) for one in ids]
+    assert in_engine(folder_of(name), lambda llm: generate(llm, ids, 8), enable_prefix_caching=False) == expected
+
+
+def test_a_span_that_a_step_cuts_is_told(monkeypatch):
+    said = []
+    monkeypatch.setattr(backend.logger, "warning_once", lambda text, *values: said.append(text % values))
+    step = {"seq_lens": torch.tensor([100, 50]), "query_start_loc": torch.tensor([0, 40, 41])}
+    whole = SimpleNamespace(**step, mm_req_doc_ranges={0: [(5, 30), (60, 99)], 1: [(5, 30)]})
+    assert backend.spans_of(whole) == [[(60, 100)], None] and said == []
+    cut = SimpleNamespace(**step, mm_req_doc_ranges={0: [(90, 120), (200, 260)]})
+    assert backend.spans_of(cut) == [[(90, 100)], None] and "--disable-chunked-mm-input" in said[0]
 
 
 def test_images_that_are_read_causally_are_told(monkeypatch):

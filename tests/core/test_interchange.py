@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.core.interchange import _DLTensor, as_array
 
@@ -88,7 +89,7 @@ def test_float64_is_rounded_once(rng, foreign):
         latent = kvfast.MLAKVCache(1, 24, 8)
         latent.append(0, given(k[:, 0]))
         yield latent.attend(0, given(q))
-        heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(32))
+        heads = kvfast.MultiHeadKVCache(2, MultiHeadConfig(32))
         heads.push_tokens(given(k), given(v))
         yield heads.v()
         pool = kvfast.PagedKVCache(1, 2, 32, 4)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.core.interchange import _DLTensor, as_array
 
 

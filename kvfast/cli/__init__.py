@@ -345,21 +345,21 @@ def _add_info(commands):
 
 
 def _run_generate(args):
-    from kvfast.cli import llama as commands
+    from kvfast.cli.llama import run_generate
 
-    commands.run_generate(args)
+    run_generate(args)
 
 
 def _run_calibrate(args):
-    from kvfast.cli.llama import run_calibrate
+    from kvfast.cli.evaluate import run_calibrate
 
     run_calibrate(args)
 
 
 def _run_eval(args):
-    from kvfast.cli import llama as commands
+    from kvfast.cli.evaluate import run_eval
 
-    commands.run_eval(args)
+    run_eval(args)
 
 
 def _run_store(args):
@@ -375,9 +375,9 @@ def _run_llama_cpp_build(args):
 
 
 def _run_serve_sim(args):
-    from kvfast.cli import llama as commands
+    from kvfast.cli.llama import run_serve_sim
 
-    commands.run_serve_sim(args)
+    run_serve_sim(args)
 
 
 def _run_plan(args):

@@ -214,9 +214,7 @@ cdef int _extend(SequenceBuffer buffer, Py_ssize_t length) except -1:
         if table.pool.seals:
             table.states.floats_begin = length
         begins = table.map.count == 0 and count > 0
-        while table.map.count < count:
-            table.map.blocks[table.map.count] = table.pool.take(table.map.blocks[table.map.count - 1] if table.map.count else -1)
-            table.map.count += 1
+        table.map.extend(count)
         if begins and table.pool.has_sinks:
             table.pool.floats.add(table.map.blocks[0], 0, KV_PIECE)
         table.set_length(length)

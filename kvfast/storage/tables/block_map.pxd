@@ -28,6 +28,7 @@ cdef class BlockMap:
     cdef bint has(self, Py_ssize_t index, int32_t block) noexcept
     cdef bint is_in_one_piece(self) noexcept
     cdef int take_blocks(self, Py_ssize_t num_blocks) except -1
+    cdef int extend(self, Py_ssize_t count) except -1
 
 
 cdef inline Py_ssize_t entry_of(BlockMap table, Py_ssize_t index) noexcept nogil:

@@ -119,10 +119,14 @@ cdef class BlockMap:
 
     cdef int take_blocks(self, Py_ssize_t num_blocks) except -1:
         """Take `num_blocks` blocks for an empty map, after `reserve_list`."""
-        cdef Py_ssize_t i
         self.use_list(num_blocks)
-        for i in range(num_blocks):
-            self.blocks[i] = self.pool.take(self.blocks[i - 1] if i else -1)
+        self.extend(num_blocks)
+        return 0
+
+    cdef int extend(self, Py_ssize_t count) except -1:
+        """Take blocks until there are `count`, after `reserve_blocks`."""
+        while self.count < count:
+            self.blocks[self.count] = self.pool.take(self.blocks[self.count - 1] if self.count else -1)
             self.count += 1
         return 0
 

@@ -190,8 +190,7 @@ cdef class BlockTable:
         for index in range(first // self.pool.block_size, end):
             at = entry_of(self.map, index)
             if at >= self.map.count:
-                self.map.blocks[at] = self.pool.take(self.map.blocks[at - 1] if at else -1)
-                self.map.count += 1
+                self.map.extend(at + 1)
             elif self.pool.is_frozen(self.map.blocks[at]):
                 if changes is None:
                     self.pool.release(self._copy_frozen(at))

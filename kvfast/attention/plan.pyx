@@ -75,9 +75,10 @@ cdef class Plan:
         """Let the tokens of each span see each other, in the next `ask` of a context of `length` tokens."""
         cdef Py_ssize_t i
         self.num_spans = 0
-        if spans is None or len(spans) == 0:
+        given = np.asarray(() if spans is None else spans)
+        if given.shape[:1] == (0,):
             return 0
-        given = check_integers(spans, name, np.int64, 2)
+        given = check_integers(given, name, np.int64, 2)
         if given.shape[1] != 2:
             raise DimensionMismatchError(f"{name} must have shape (num_spans, 2), a start and a stop of each, got {given.shape}")
         self.spans = given = given[np.argsort(given[:, 0], kind="stable")]

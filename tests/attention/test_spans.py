@@ -106,6 +106,7 @@ def test_rings_and_tables_of_another_scheduler(rng):
         ([(280, 301)], ValueError, "within the 300 tokens that are held, got 280 to 301: append all tokens of a span"),
         ([(1 << 70, 5)], (ValueError, kvfast.DimensionMismatchError), "spans must"),
         ([1, 2], kvfast.DimensionMismatchError, "integers with 2 dimensions"),
+        (5, kvfast.DimensionMismatchError, "integers with 2 dimensions"),
         ([(1, 2, 3)], kvfast.DimensionMismatchError, r"shape \(num_spans, 2\), a start and a stop of each, got \(1, 3\)"),
         ([(1.0, 2.0)], kvfast.DimensionMismatchError, "integers"),
     ],
@@ -120,3 +121,5 @@ def test_bad_spans(rng, spans, error, text):
     sequence = filled(pool.new_sequence(), *tokens(rng))
     with pytest.raises(kvfast.DimensionMismatchError, match="one entry for each of the 1 sequences, got 2"):
         pool.attend_batch(0, queries(rng, 1), [sequence], spans=[None, None])
+    with pytest.raises(TypeError, match="a list with one entry per sequence, got int"):
+        pool.attend_batch(0, queries(rng, 1), [sequence], spans=5)

@@ -219,7 +219,14 @@ class World:
             options["num_threads"] = int(rng.integers(1, 4))
         return options
 
-    takes_windows = True
+    takes_windows = takes_spans = True
+
+    def spans(self, length, n, window):
+        """A span or two with some of the last `n` positions. A ring may have dropped what is before them."""
+        later, first = self.case.later, length - n
+        start = int(later.integers(first if window else max(0, first - 40), length))
+        stop = int(later.integers(max(start, first) + 1, length + 1))
+        return [(start, stop)] + ([(stop, length)] if stop < length and often(later, 0.5) else [])
 
     def random_heads(self):
         group = int(one_of(self.rng, [1, 1, 2, 3, 4, 8, 16] if often(self.rng, 0.9) else [5, 7, 17, 32]))
@@ -241,6 +248,8 @@ class World:
         n, num_q_heads = self.queries_of(held, layer), self.random_heads()
         q, exact_q = as_given(rng, held.source.queries(n, num_q_heads, track.rows[layer]))
         options = self.options(num_q_heads, window)
+        if self.takes_spans and self.takes_windows and often(self.case.later, 0.1) and options.get("causal", True):
+            options["spans"] = self.spans(track.layer_length(layer), n, window)
         out, out_dtype = self.random_out((n, num_q_heads, self.out_dim))
         self.case.note("attend", layer, n, num_q_heads, out_dtype, options)
         try:

@@ -233,8 +233,11 @@ cdef class PagedBuffer(PagedSequences):
             count = batch.num_sequences
         else:
             count = len(seq_lens)
-        if request.spans is not None and len(request.spans) != count:
-            raise DimensionMismatchError(f"spans must have one entry for each of the {count} sequences, got {len(request.spans)}")
+        if request.spans is not None:
+            if not isinstance(request.spans, (list, tuple)):
+                raise TypeError(f"spans must be a list with one entry per sequence, got {type(request.spans).__name__}")
+            if len(request.spans) != count:
+                raise DimensionMismatchError(f"spans must have one entry for each of the {count} sequences, got {len(request.spans)}")
         fit_window(self.kind, &request.c)
         plan = open_plan(request, &self.pool.stores[number], self.pool.workspace, count)
         if batch is None:

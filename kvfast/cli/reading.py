@@ -86,7 +86,7 @@ def attention_text(model, cache, token):
     for layer in range(cache.num_layers):
         plain.append(layer, cache.k(layer), cache.v(layer))
     plain.advance(tokens)
-    own = _Timed(*model.cache_shape, dtype=cache.dtype, **shape)
+    own = _Timed(*model.cache_shape, dtype=cache.format, **shape)
     own.restore(cache.snapshot())
     times = {own: [], plain: []}
     for _ in range(ROUNDS):
@@ -96,4 +96,4 @@ def attention_text(model, cache, token):
             found.append(one.seconds)
             one.truncate(tokens)
     ours, theirs = (1000 * min(found) for found in times.values())
-    return f"{cache.dtype} {ours:.1f} ms, float16 {theirs:.1f} ms for a token after {tokens:,}, on one thread: {theirs / ours:.1f} times as fast"
+    return f"{cache.dtype_name} {ours:.1f} ms, float16 {theirs:.1f} ms for a token after {tokens:,}, on one thread: {theirs / ours:.1f} times as fast"

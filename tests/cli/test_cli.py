@@ -132,6 +132,10 @@ def test_generate_reads_a_file(model, tmp_path, monkeypatch):
     assert re.search(line, out, re.MULTILINE)
     code, again, _ = run_here("generate", "--text", path, "--model", model, "--max-tokens", 6, "--dtype", "float16")
     assert code == 0 and "attention" not in again
+    bases = tmp_path / "bases.npz"
+    assert run_here("calibrate", model, "--text", path, "--out", bases)[0] == 0
+    code, fitted, err = run_here("generate", "--text", path, "--model", model, "--max-tokens", 6, "--calibration", bases)
+    assert (code, err) == (0, "") and re.search("^attention int4 calibrated .* times as fast$", fitted, re.MULTILINE)
     code, _, err = run_here("generate", "the", "--text", path, "--model", model)
     assert code == 1 and "not both" in err
 

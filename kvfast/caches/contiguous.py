@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.caches.sequence_cache import SequenceCache
+from kvfast.caches.splicing import Splicing
+from kvfast.caches.storage_properties import StorageProperties
+from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.text import size_text
 from kvfast.storage.kinds import storage_of
 from kvfast.storage.settings import full
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["KVCache"]
 
 
-class KVCache(SequenceCache):
+class KVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
     """Contiguous key/value cache of one sequence.
 
     Parameters

@@ -1,11 +1,10 @@
 """Latent rows, each a latent followed by a rotary part: properties that all their caches share."""
 
-from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.interchange import as_array
 from kvfast.errors import DimensionMismatchError
 
 
-class LatentRows(StorageProperties):
+class LatentRows:
     """Shapes and sizes of latent rows."""
 
     __slots__ = ()

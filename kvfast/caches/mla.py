@@ -8,6 +8,7 @@ import numpy as np
 
 from kvfast.attention.options import Options
 from kvfast.caches.latent_rows import LatentRows
+from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.interchange import as_float32, as_floats
 from kvfast.core.text import size_text
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["MLAKVCache"]
 
 
-class LatentSequence(LatentRows, StoredSequence):
+class LatentSequence:
     """Methods that every cache of latent rows of one sequence has."""
 
     __slots__ = ()
@@ -215,7 +216,7 @@ def _floats(array, name):
     return as_float32(array, name)
 
 
-class MLAKVCache(LatentSequence):
+class MLAKVCache(LatentSequence, LatentRows, StoredSequence, StorageProperties):
     """Contiguous cache of one sequence of a model with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     Each layer stores one row per token, shared by all heads: a latent, from which the model computes keys and values,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvfast.attention.options import Options
 from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.paged_storage import PagedStorage
+from kvfast.caches.storage_properties import StorageProperties
 from kvfast.codec.projection import Transform
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_TOKENS
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PagedKVCache"]
 
 
-class PagedKVCache(PagedStorage):
+class PagedKVCache(PagedStorage, StorageProperties):
     """Key/value cache of many sequences in one pool of blocks (PagedAttention, arXiv 2309.06180).
 
     Parameters

@@ -9,6 +9,8 @@ from kvfast.caches.latent_rows import LatentRows
 from kvfast.caches.mla import LatentSequence
 from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.caches.paged_storage import PagedStorage
+from kvfast.caches.storage_properties import StorageProperties
+from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.storage.settings import latent as latent_settings
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["MLASequence", "PagedMLAKVCache"]
 
 
-class MLASequence(PagedSequence, LatentSequence):
+class MLASequence(PagedSequence, LatentSequence, LatentRows, StoredSequence, StorageProperties):
     """One sequence of a `PagedMLAKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
 
     Has the methods of `MLAKVCache`, and those of a `Sequence`.
@@ -35,10 +37,10 @@ class MLASequence(PagedSequence, LatentSequence):
     (1, 128, 512)
     """
 
-    __slots__ = ()
+    __slots__ = PagedSequence._slots
 
 
-class PagedMLAKVCache(LatentRows, PagedStorage):
+class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
     """Cache of latent rows of many sequences in one pool of blocks: rows as in `MLAKVCache`, a pool as in `PagedKVCache`.
 
     Parameters

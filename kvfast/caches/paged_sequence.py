@@ -8,6 +8,8 @@ import numpy as np
 
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.caches.snapshot import Snapshot
+from kvfast.caches.splicing import Splicing
+from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.storage.sequences.sequence import SequenceBuffer
@@ -21,10 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["Sequence"]
 
 
-class PagedSequence(StoredSequence):
-    """A sequence with blocks from a pool, for any kind of contents."""
+class PagedSequence:
+    """What a sequence with blocks from a pool does otherwise than `StoredSequence`, for any kind of contents."""
 
-    __slots__ = ("_digests", "_own_salt", "_pool", "_salt", "_table", "_token_ids", "num_cached_tokens")
+    __slots__ = ()
+
+    # The slots of each class of sequences: Python lets one base alone have slots of its own.
+    _slots = ("_digests", "_own_salt", "_pool", "_salt", "_table", "_token_ids", "num_cached_tokens")
 
     is_paged = True
 
@@ -220,7 +225,7 @@ class PagedSequence(StoredSequence):
         return f"{type(self).__name__}({self._shape()}, {state})"
 
 
-class Sequence(PagedSequence, SequenceCache):
+class Sequence(PagedSequence, SequenceCache, Splicing, StoredSequence, StorageProperties):
     """One sequence of a `PagedKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
 
     Has the methods of `KVCache`. Use it in a ``with`` statement or call `free` to release its blocks. Otherwise they are
@@ -240,7 +245,7 @@ class Sequence(PagedSequence, SequenceCache):
     8
     """
 
-    __slots__ = ()
+    __slots__ = PagedSequence._slots
 
     def positions(self, layer: int = 0) -> NDArray[np.int64]:
         """Positions of the visible tokens of a layer, in the order of `k` and `v`.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from kvfast.caches.paged_sequence import PagedSequence
-from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_size, checked_lengths, checked_salt, checked_token_ids
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from kvfast.caches.snapshot import Snapshot
 
 
-class PagedStorage(StorageProperties):
+class PagedStorage:
     """Sequences, their tables and slots, and known prefixes."""
 
     is_paged = True

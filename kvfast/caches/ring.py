@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvfast.caches.sequence_cache import SequenceCache
+from kvfast.caches.splicing import Splicing
+from kvfast.caches.storage_properties import StorageProperties
+from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
 from kvfast.core.text import same_or_tuple, size_text
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["RingKVCache"]
 
 
-class RingKVCache(SequenceCache):
+class RingKVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
     """Key/value cache of a sliding window: constant memory for endless generation.
 
     Keeps the last `sliding_window` tokens, the first `num_sink_tokens` tokens permanently (attention sinks, StreamingLLM, arXiv

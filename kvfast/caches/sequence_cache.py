@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.attention.options import Options
-from kvfast.caches.splicing import Splicing
-from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.codec.projection import Transform
 from kvfast.storage.kinds import keys_of
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from kvfast.attention.explained import AttendPlan
 
 
-class SequenceCache(Splicing, StoredSequence):
+class SequenceCache:
     """Methods that all caches of keys and values of one sequence share."""
 
     __slots__ = ()

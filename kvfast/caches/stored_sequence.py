@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from kvfast.caches.snapshot import Snapshot
-from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import checked_lengths
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
@@ -44,7 +43,7 @@ def know_tokens(cache, token_ids, salt):
     cache._know_tokens(token_ids, salt)
 
 
-class StoredSequence(StorageProperties):
+class StoredSequence:
     """Lengths, going back, snapshots and files, over the compiled buffer."""
 
     __slots__ = ("__weakref__", "_buffer", "_settings")

@@ -48,15 +48,22 @@ def read_ahead(model, tokens, cache):
     return count
 
 
-class _Timed(kvfast.KVCache):
-    """A cache that adds up the seconds of its attention: processor time of one thread, to which other programs add nothing."""
+class _Timed:
+    """A cache, and the seconds of its attention: processor time of one thread, to which other programs add nothing."""
 
-    seconds = 0.0
+    def __init__(self, cache):
+        self.cache, self.seconds = cache, 0.0
+
+    def __getattr__(self, name):
+        return getattr(self.cache, name)
+
+    def __len__(self):
+        return len(self.cache)
 
     def attend(self, *args, **options):
         start = time.thread_time()
         try:
-            return super().attend(*args, **options, num_threads=1)
+            return self.cache.attend(*args, **options, num_threads=1)
         finally:
             self.seconds += time.thread_time() - start
 
@@ -82,11 +89,11 @@ def attention_text(model, cache, token):
     if tokens < COMPARED or cache.dtype in ("float16", "float32", "bfloat16"):
         return ""
     shape = {"max_seq_len": tokens + 1}
-    plain = _Timed(*model.cache_shape, dtype="float16", **shape)
+    plain = _Timed(kvfast.KVCache(*model.cache_shape, dtype="float16", **shape))
     for layer in range(cache.num_layers):
         plain.append(layer, cache.k(layer), cache.v(layer))
     plain.advance(tokens)
-    own = _Timed(*model.cache_shape, dtype=cache.format, **shape)
+    own = _Timed(kvfast.KVCache(*model.cache_shape, dtype=cache.format, **shape))
     own.restore(cache.snapshot())
     times = {own: [], plain: []}
     for _ in range(ROUNDS):

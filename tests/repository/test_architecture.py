@@ -82,6 +82,28 @@ def copied(rooms, folder, file, text):
     return folder / "kvfast"
 
 
+def heights(sources):
+    """For each class, the number of kvfast's own classes from it up to the end of its longest line of ancestors."""
+    bases = {}
+    for text in sources:
+        for name, given in re.findall(r"^(?:cdef )?class (\w+)(?:\(([^)]*)\))?:", text, re.MULTILINE):
+            bases[name] = [base.split("=")[-1].split("[")[0].split(".")[-1].strip() for base in (given or "").split(",")]
+
+    def height(name):
+        return 1 + max((height(base) for base in bases[name] if base in bases), default=0)
+
+    return {name: height(name) for name in bases}
+
+
+def test_no_class_has_a_grandparent(rooms):
+    found = heights(path.read_text() for paths in rooms.rooms().values() for path in paths if path.suffix in {".py", ".pyx"})
+    assert len(found) > 100 and max(found.values()) == 2, {name: height for name, height in found.items() if height > 2}
+
+
+def test_a_tower_of_classes_is_found():
+    assert heights(["class A:\n", "cdef class B(A):\n", "class C(m.B, metaclass=M):\n"]) == {"A": 1, "B": 2, "C": 3}
+
+
 MACHINES = (
     r"EPYC|Ryzen|Threadripper|Xeon|Zen ?[1-9]|Bulldozer|(?:Sapphire|Emerald|Granite) Rapids|"
     r"(?:Cascade|Cooper|Ice|Sky|Alder|Arrow|Raptor) ?[Ll]ake|Haswell|Broadwell|Graviton|Neoverse|Cortex|Apple M[1-9]|Core i[3579]"

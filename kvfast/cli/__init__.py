@@ -283,17 +283,9 @@ def _add_bench(commands):
     add("--threads", type=_numbers, metavar="LIST", help="(default: 1, and all CPUs)")
     add("--rounds", type=_positive, metavar="N", help="timed rounds (default: 3 to 15, for about a second)")
     add("--megabytes", type=_positive, metavar="N", help="megabytes that a decode call reads at least (default: 512)")
-    add("--short", action="store_true", help="fewer contexts or cases, in half a minute")
+    add("--short", action="store_true", help="fewer contexts, in half a minute")
     add("--json", metavar="FILE", help="write the results as JSON")
     add("--plot", metavar="FILE", help="draw time per token over context, and the memory wall: a PNG, SVG or PDF file")
-    add(
-        "--check",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="measure the cases of a baseline; fail if one is more than 15 %% below it (default: bench/baseline.json)",
-    )
-    add("--write-baseline", metavar="FILE", help="write the measured fractions to a baseline")
     parser.set_defaults(run=_run_bench, extras={"rich": "bench"})
 
 

@@ -12,9 +12,7 @@ import pytest
 from selection import exhaustive
 
 import kvfast
-from kvfast.cli.bench import baseline as baselines
 from kvfast.cli.bench import measure as measuring
-from kvfast.cli.bench.baseline import STANDARD, Baseline, Outcome, check, find_baseline, short_of
 from kvfast.cli.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
 from kvfast.cli.bench.json_file import json_text
 from kvfast.cli.bench.measure import interleaved, measure
@@ -67,9 +65,6 @@ def test_read_bandwidth_of_any_size(isa):
 
 
 def test_cases_are_known_by_their_names():
-    for case in STANDARD:
-        assert Case.parse(str(case)) == case
-    assert len(set(STANDARD)) == len(STANDARD)
     assert str(Case("prefill", LLAMA_3_8B, "int8", 4096, 512)) == "prefill Llama-3-8B int8 4096 512"
     for name in (
         "",
@@ -161,125 +156,6 @@ def test_calls_are_interleaved():
     order = []
     times = interleaved([lambda: order.append(0), lambda: order.append(1)], 3)
     assert times.shape == (3, 2) and order == [0, 1] * 4
-
-
-# --- baselines ---------------------------------------------------------------------------------
-
-TINY_CASES = [Case("decode", SMOLLM2_135M, form, 64) for form in ("int8", "int4")]
-
-
-def expectation(fraction):
-    return {(case, 1): fraction for case in TINY_CASES}
-
-
-def test_baseline_file(tmp_path):
-    path, results = tmp_path / "baseline.json", list(measure(TINY_CASES, [1, 2], rounds=1, least_bytes=10**6))
-    baseline = Baseline(1)
-    baseline.put("avx2", results)
-    baseline.put("scalar", results[:1])
-    baseline.save(path)
-    read = Baseline.load(path)
-    assert read.megabytes == 1 and read.tiers == baseline.tiers
-    assert read.expected("avx2") == {(one.case, one.num_threads): round(one.fraction, 3) for one in results}
-    assert len(read.expected("scalar")) == 1 and read.expected("abacus") == {}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"megabytes": "many", "tiers": {}}',
-        '{"megabytes": 1, "tiers": 7}',
-        '{"megabytes": 1, "tiers": {"avx2": {"decode": {"1": 0.5}}}}',
-        '{"megabytes": 1, "tiers": {"avx2": {"decode Llama-3-8B int8 64": {"1": -0.5}}}}',
-        '{"megabytes": 1, "tiers": {"avx2": {"decode Llama-3-8B int8 64": {"0": 0.5}}}}',
-        '{"megabytes": 1, "tiers": {"avx2": {"decode Llama-3-8B int8 64": {"one": 0.5}}}}',
-        '{"megabytes": 1, "tiers": {"avx2": {"decode Llama-3-8B int8 64": {"1": "all"}}}}',
-    ],
-)
-def test_a_file_that_is_no_baseline_is_refused(tmp_path, text):
-    path = tmp_path / "baseline.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"baseline\.json is not a baseline"):
-        Baseline.load(path)
-
-
-def test_the_baseline_of_the_checkout(monkeypatch):
-    path = CHECKOUT / "bench" / "baseline.json"
-    if not path.exists():
-        pytest.skip("not a checkout")
-    baseline = Baseline.load(path)
-    assert baseline.tiers and set(baseline.tiers) <= {
-        "amx",
-        "avx512_vbmi",
-        "avx512_vnni",
-        "avx512",
-        "avx_vnni",
-        "avx2",
-        "sse2",
-        "neon_dotprod",
-        "neon",
-        "scalar",
-    }
-    for tier in baseline.tiers:
-        assert {case for case, _ in baseline.expected(tier)} <= set(STANDARD)
-    monkeypatch.chdir(path.parent)
-    assert find_baseline() == path
-
-
-def test_no_baseline_in_sight(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"no bench/baseline\.json"):
-        find_baseline()
-
-
-def test_short_is_the_first_of_each_kind():
-    expected = {(case, threads): 0.5 for case in STANDARD for threads in (1, 2)}
-    short = short_of(expected)
-    assert {(case.work, case.format) for case, _ in short} == {(case.work, case.format) for case in STANDARD}
-    assert len(short) == len({(case.work, case.format) for case in STANDARD}) < len(STANDARD)
-    assert {threads for _, threads in short} == {2}
-    assert all(case.context == 4096 for case, _ in short if case.work == "decode")
-
-
-@pytest.mark.parametrize(
-    ("found", "is_good", "best"),
-    [
-        ([0.6], True, 0.6),
-        ([0.426], True, 0.426),
-        ([0.424, 0.43], True, 0.43),
-        ([0.1, 0.2, 0.5], True, 0.5),
-        ([0.3, 0.4, 0.2], False, 0.4),
-    ],
-)
-def test_what_is_too_slow_is_measured_again(monkeypatch, found, is_good, best):
-    """Expected is 0.5, and 15 % less is good enough; the best of three tries counts."""
-    case, rest = TINY_CASES[0], list(found)
-    fields = {"case": case, "num_threads": 1, "num_rounds": 1, "seconds": 1.0, "nbytes": 1, "operations": 1}
-    fields |= {"read_bandwidth": 1.0, "peak_rate": 1.0, "compute_fraction": 1.0}
-
-    def fake(cases, threads, **options):
-        assert (cases, threads, options["least_bytes"]) == ([case], [1], 7_000_000)
-        yield measuring.Result(bandwidth_fraction=rest.pop(0), **fields)
-
-    monkeypatch.setattr(baselines, "measure", fake)
-    (outcome,), (result,) = check({(case, 1): 0.5}, 7)
-    assert rest == [] and (outcome.is_good, outcome.found) == (is_good, best)
-    assert result.bandwidth_fraction == found[0]
-
-
-def test_check_measures():
-    for fraction, is_good in ((1e-6, True), (1e6, False)):
-        outcomes, results = check(expectation(fraction), 1, rounds=1)
-        assert [outcome.case for outcome in outcomes] == TINY_CASES and len(results) == 2
-        assert all(outcome.is_good == is_good and outcome.expected == fraction for outcome in outcomes)
-
-
-def test_outcome_says_what_it_is():
-    text = str(Outcome(TINY_CASES[0], 2, 0.5, 0.4))
-    assert text == "decode SmolLM2-135M int8 64, 2 threads: expected 0.500, found 0.400 (-20%)"
 
 
 # --- the command -------------------------------------------------------------------------------
@@ -376,54 +252,6 @@ def test_plot_shows_the_memory_wall(tmp_path, monkeypatch):
         report.plot([], tmp_path / "bench.svg")
 
 
-def doctored(path, factor, tier=None):
-    """Multiply all fractions of a baseline, and say that they are of another tier."""
-    fields = json.loads(path.read_text())
-    ((name, cases),) = fields["tiers"].items()
-    fields["tiers"] = {tier or name: {case: {n: f * factor for n, f in of.items()} for case, of in cases.items()}}
-    path.write_text(json.dumps(fields))
-
-
-def test_check(tmp_path, monkeypatch):
-    folder = tmp_path / "bench"
-    folder.mkdir()
-    path = folder / "baseline.json"
-    code, _, err = run_here(*SIZE, *QUICK, "--write-baseline", path)
-    assert code == 0, err
-    doctored(path, 0.01)
-    monkeypatch.chdir(folder)
-    code, out, err = run_here("--check", "--rounds", 1, "--json", tmp_path / "check.json")
-    assert code == 0, err
-    assert out.count("ok ") == 8 and f"all 8 cases are within 15% of {path}" in out
-    assert len(json.loads((tmp_path / "check.json").read_text())["results"]) == 8
-
-    doctored(path, 1e6)
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run_here("--check", "--short", "--rounds", 1)
-    assert code == 1 and out.count("SLOWER ") == 4
-    assert "error: 4 of 4 cases are more than 15% below" in err
-    for work, form in (("decode", "float16"), ("prefill", "int4")):
-        assert f"{work} SmolLM2-135M {form} 64" in err
-    assert "expected" in err and "found" in err
-
-    doctored(path, 1, "abacus")
-    code, out, err = run_here("--check", path)
-    assert (code, err.strip()) == (0, "") and "abacus" in out and "nothing to check" in out
-    # What the file says of other tiers stays.
-    code, _, err = run_here(*SIZE, *QUICK, "--write-baseline", path)
-    assert code == 0, err
-    assert set(json.loads(path.read_text())["tiers"]) == {"abacus", kvfast.active_isa()}
-
-
-def test_more_threads_than_there_are_are_not_checked(tmp_path):
-    path = tmp_path / "baseline.json"
-    fractions = {"1": 1e-6, "2": 1e6, "4096": 1e6}
-    path.write_text(json.dumps({"megabytes": 1, "tiers": {kvfast.active_isa(): {str(TINY_CASES[0]): fractions}}}))
-    code, out, err = run_here("--check", path, "--threads", "1", "--rounds", 1)
-    assert code == 0, err
-    assert "2, 4096 threads" in out and "all 1 cases" in out
-
-
 def test_errors_are_one_plain_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     missing = tmp_path / "no" / "such"
@@ -434,11 +262,6 @@ def test_errors_are_one_plain_line(tmp_path, monkeypatch):
         (("--contexts", "64", "--work", "prefill"), "at least as many"),
         (("--plot", "bench.txt"), "png"),
         (("--json", missing / "x.json"), "no folder"),
-        (("--write-baseline", missing / "x.json"), "no folder"),
-        (("--check", missing), str(missing)),
-        (("--check",), "no bench/baseline.json"),
-        (("--check", "x", "--plot", "x.svg"), "--plot does not go with --check"),
-        (("--check", "x", "--write-baseline", "y"), "--write-baseline does not go with --check"),
         (("--work", "quantize", "--formats", "float16", "--contexts", "64"), "codecs"),
         (("--work", "append", "--contexts", "64", "--tokens", "8", "--plot", "x.svg", *QUICK), "neither was measured"),
     ]:
@@ -447,10 +270,6 @@ def test_errors_are_one_plain_line(tmp_path, monkeypatch):
         lines = [line for line in err.splitlines() if line.strip()]
         assert lines[-1].startswith("error: ") and words in lines[-1], (args, err)
         assert "Traceback" not in err
-    path = tmp_path / "baseline.json"
-    Baseline(3).save(path)
-    code, _, err = run_here("--contexts", "64", "--work", "decode", *QUICK, "--write-baseline", path)
-    assert code == 1 and "3 megabytes" in err
 
 
 @pytest.mark.parametrize("args", [("--contexts", "0"), ("--threads", "x"), ("--rounds", "0"), ("--megabytes", "-1")])

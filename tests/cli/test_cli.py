@@ -22,7 +22,7 @@ def test_help():
         code, out, err = run_it(*args)
         assert (code, err) == (0, "")
         assert all(name in out for name in ("generate", "eval", "serve-sim", "bench", "info"))
-    for name, option in [("generate", "--max-seq-len"), ("eval", "--chunk"), ("bench", "--check"), ("info", "--help")]:
+    for name, option in [("generate", "--max-seq-len"), ("eval", "--chunk"), ("bench", "--formats"), ("info", "--help")]:
         code, out, _ = run_here(name, "--help")
         assert code == 0
         assert option in out

@@ -2,7 +2,6 @@
 
 cases      shapes of models; what is measured, ready to be called
 measure    rounds of calls, each with a measurement of the machine
-baseline   fractions in a file, and the check against them
 report     table, JSON and plot (extras ``bench`` and ``plot``)
 command    the command
 """

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kvfast
-from kvfast.cli.bench.baseline import STANDARD, TOLERANCE, Baseline, check, find_baseline, short_of
 from kvfast.cli.bench.cases import FORMATS, LEAST_BYTES, MODELS, WORKS, Case
 from kvfast.cli.bench.json_file import write_json
 from kvfast.cli.bench.measure import cpu_name, default_threads, measure
@@ -25,38 +23,25 @@ SHORT_SECONDS = 0.3
 
 
 def run_bench(args):
-    """Measure this machine; print tables, write files, or check against a baseline.
+    """Measure this machine; print tables and write files.
 
     Parameters
     ----------
     args : argparse.Namespace
     """
-    chosen = [name for name in ("work", "model", "formats", "contexts", "tokens") if getattr(args, name) is not None]
-    if args.check is not None:
-        for name in (*chosen, "plot", "write_baseline", "megabytes"):
-            if getattr(args, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} does not go with --check, which measures what its file says")
     if args.plot:
         check_plot(args.plot)
-    for path in (args.json, args.write_baseline):
-        _check_folder(path)
-    options = {"rounds": args.rounds, "seconds": SHORT_SECONDS if args.short else 1.0}
-    if args.check is not None:
-        _run_check(args, options)
-        return
+    _check_folder(args.json)
     megabytes = args.megabytes or LEAST_BYTES // 10**6
-    baseline = args.write_baseline and _baseline_to_write(args.write_baseline, megabytes)
     threads = args.threads or default_threads()
-    cases = STANDARD if args.write_baseline and not chosen else _cases(args)
-    with _bar(len(cases) * len(threads)) as progress:
+    cases, options = _cases(args), {"rounds": args.rounds, "seconds": SHORT_SECONDS if args.short else 1.0}
+    with ProgressBar(len(cases) * len(threads)) as progress:
         results = list(measure(cases, threads, least_bytes=megabytes * 10**6, progress=progress, **options))
     _print_results(results)
-    _write_json(args.json, as_json(results, megabytes))
+    if args.json:
+        write_json(args.json, as_json(results, megabytes))
     if args.plot:
         plot(results, args.plot)
-    if baseline:
-        baseline.put(kvfast.active_isa(), results)
-        baseline.save(args.write_baseline)
 
 
 def _cases(args):
@@ -100,52 +85,13 @@ def _print_results(results):
         console.print(table)
 
 
-def _run_check(args, options):
-    path = Path(args.check or find_baseline())
-    baseline, tier = Baseline.load(path), kvfast.active_isa()
-    expected = baseline.expected(tier)
-    if not expected:
-        print(f"{path} holds nothing for the tier {tier} (it has {', '.join(baseline.tiers) or 'none'}): nothing to check")
-        return
-    most = kvfast.get_num_threads()
-    left_out = sorted({n for _, n in expected if n > most or (args.threads and n not in args.threads)})
-    expected = {key: fraction for key, fraction in expected.items() if key[1] not in left_out}
-    if left_out:
-        print(f"not checked: what {path} says of {', '.join(map(str, left_out))} threads")
-    if args.short:
-        expected = short_of(expected)
-    with _bar(len(expected)) as progress:
-        outcomes, results = check(expected, baseline.megabytes, progress=progress, **options)
-    _write_json(args.json, as_json(results, baseline.megabytes))
-    for outcome in outcomes:
-        print(f"{'ok     ' if outcome.is_good else 'SLOWER '}{outcome}")
-    bad = [outcome for outcome in outcomes if not outcome.is_good]
-    if bad:
-        lines = "".join(f"\n  {outcome}" for outcome in bad)
-        raise RuntimeError(f"{len(bad)} of {len(outcomes)} cases are more than {TOLERANCE:.0%} below {path}:{lines}")
-    print(f"all {len(outcomes)} cases are within {TOLERANCE:.0%} of {path}")
-
-
-def _baseline_to_write(path, megabytes):
-    """What the file says so far: that of other tiers is to stay."""
-    baseline = Baseline.load(path) if os.path.exists(path) else Baseline(megabytes)
-    if baseline.megabytes != megabytes:
-        raise ValueError(f"{path} was measured with {baseline.megabytes} megabytes a call, got {megabytes}: use another file")
-    return baseline
-
-
-def _write_json(path, report):
-    if path:
-        write_json(path, report)
-
-
 def _check_folder(path):
     folder = os.path.dirname(path or "") or "."
     if not os.path.isdir(folder):
         raise ValueError(f"{path}: there is no folder {folder}")
 
 
-class _bar:
+class ProgressBar:
     """A progress bar over `total` results, as a callable for `measure`."""
 
     def __init__(self, total):

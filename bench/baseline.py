@@ -1,18 +1,26 @@
-"""Fractions in a file, and the check against them.
+"""The fractions that this machine's tier is expected to reach, in `bench/baseline.json`, and the check against them.
+
+    python bench/baseline.py [--short]     # fails if a case is more than 15 % below the file, as often as it is measured
+    python bench/baseline.py --write       # the same cases become what is expected of this tier; that of others stays
 
 The file is JSON: {"megabytes": what a call of decode reads at least, "tiers": {tier: {case: {threads: fraction}}}}.
 Fractions of what the machine could do, not times, so that it holds on other machines of the tier.
 """
 
-from __future__ import annotations
-
+import argparse
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfast.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M, Case
-from kvfast.cli.bench.measure import measure
+import kvfast
+from kvfast.cli.bench.cases import LEAST_BYTES, LLAMA_3_8B, SMOLLM2_135M, Case
+from kvfast.cli.bench.command import ProgressBar
+from kvfast.cli.bench.json_file import write_json
+from kvfast.cli.bench.measure import default_threads, measure
+from kvfast.cli.bench.report import as_json
 
+FILE = Path(__file__).with_name("baseline.json")
 TOLERANCE = 0.15
 TRIES = 3
 
@@ -27,7 +35,7 @@ STANDARD = [
     *(Case("read", LLAMA_3_8B, form, 4096) for form in ("int4", "int8", "float16")),
     *(Case(work, LLAMA_3_8B, form, 16384) for work in ("quantize", "dequantize") for form in ("int8", "int4")),
 ]
-"""What a baseline holds unless other cases are chosen."""
+"""What a baseline holds."""
 
 
 @dataclass
@@ -114,20 +122,6 @@ class Baseline:
         return expected
 
 
-def find_baseline():
-    """Path of ``bench/baseline.json`` of the checkout that the current directory is in.
-
-    Raises
-    ------
-    ValueError
-    """
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        if (path := folder / "bench" / "baseline.json").is_file():
-            return path
-    raise ValueError(f"there is no bench/baseline.json in {here} or above; name a file, which --write-baseline makes")
-
-
 def short_of(expected):
     """The first case of each work and format, with the most threads."""
     first = {}
@@ -175,3 +169,71 @@ def check(expected, megabytes, *, progress=None, **options):
 
 def _again(progress):
     return lambda text, done: progress(f"again: {text}" if text else "", 0)
+
+
+def write(path, megabytes, cases=STANDARD, threads=None, **options):
+    """Measure cases, and let the results be what a file expects of the tier in use."""
+    baseline, threads = Baseline.load(path) if path.exists() else Baseline(megabytes), threads or default_threads()
+    if baseline.megabytes != megabytes:
+        raise ValueError(f"{path} was measured with {baseline.megabytes} megabytes a call, got {megabytes}: use another file")
+    with ProgressBar(len(cases) * len(threads)) as progress:
+        results = list(measure(cases, threads, least_bytes=megabytes * 10**6, progress=progress, **options))
+    baseline.put(kvfast.active_isa(), results)
+    baseline.save(path)
+
+
+def run_check(path, threads=None, short=False, report=None, **options):
+    """Measure what a file expects of the tier in use, and print what was found.
+
+    Raises
+    ------
+    RuntimeError
+        If a case is more than TOLERANCE below.
+    """
+    baseline, tier = Baseline.load(path), kvfast.active_isa()
+    expected = baseline.expected(tier)
+    if not expected:
+        print(f"{path} holds nothing for the tier {tier} (it has {', '.join(baseline.tiers) or 'none'}): nothing to check")
+        return
+    most = kvfast.get_num_threads()
+    left_out = sorted({n for _, n in expected if n > most or (threads and n not in threads)})
+    expected = {key: fraction for key, fraction in expected.items() if key[1] not in left_out}
+    if left_out:
+        print(f"not checked: what {path} says of {', '.join(map(str, left_out))} threads")
+    if short:
+        expected = short_of(expected)
+    with ProgressBar(len(expected)) as progress:
+        outcomes, results = check(expected, baseline.megabytes, progress=progress, **options)
+    if report:
+        write_json(report, as_json(results, baseline.megabytes))
+    for outcome in outcomes:
+        print(f"{'ok     ' if outcome.is_good else 'SLOWER '}{outcome}")
+    bad = [outcome for outcome in outcomes if not outcome.is_good]
+    if bad:
+        lines = "".join(f"\n  {outcome}" for outcome in bad)
+        raise RuntimeError(f"{len(bad)} of {len(outcomes)} cases are more than {TOLERANCE:.0%} below {path}:{lines}")
+    print(f"all {len(outcomes)} cases are within {TOLERANCE:.0%} of {path}")
+
+
+def main(args=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--write", action="store_true", help="write the file instead")
+    add("--file", type=Path, default=FILE, help="another baseline")
+    add("--short", action="store_true", help="check one case of each kind, in half a minute")
+    add("--threads", type=int, nargs="+", help="check these numbers only")
+    add("--rounds", type=int, help="timed rounds (default: 3 to 15, for about a second)")
+    add("--json", metavar="FILE", help="write the results of a check as JSON")
+    args = parser.parse_args(args)
+    options = {"rounds": args.rounds, "seconds": 0.3 if args.short else 1.0}
+    try:
+        if args.write:
+            write(args.file, LEAST_BYTES // 10**6, threads=args.threads, **options)
+        else:
+            run_check(args.file, args.threads, args.short, args.json, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

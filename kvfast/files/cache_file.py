@@ -130,13 +130,6 @@ def read_tensors(path):
     return content.header, tensors
 
 
-def read_token_ids(path):
-    """The token ids of a file: int64 of shape (seq_len,), empty if it holds none."""
-    with _opened(path) as content:
-        token_ids = content.token_ids(content.shapes.get("token_ids", (0,))[0])
-        return np.empty(0, np.int64) if token_ids is None else token_ids
-
-
 @contextlib.contextmanager
 def _opened(path):
     """The content of a file, after its structure and header are checked; errors name the file."""

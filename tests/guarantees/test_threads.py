@@ -779,7 +779,7 @@ def test_threads_do_not_spin_for_long(gnu_openmp):
         return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
     # Neighbours that compute at the same time make single runs longer; threads that spin do so in every run.
-    least = min(seconds() for _ in range(3))
-    assert least < 0.05
+    least = next((found for found in (seconds() for _ in range(3)) if found < 0.05), None)
+    assert least is not None
     if len(os.sched_getaffinity(0)) > 1:  # what a user sets stays, and the test can tell
-        assert max(seconds(GOMP_SPINCOUNT="300000") for _ in range(3)) > 2 * least
+        assert any(seconds(GOMP_SPINCOUNT="300000") > 2 * least for _ in range(3))

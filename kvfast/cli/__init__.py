@@ -1,12 +1,13 @@
 """The command line, `python -m kvfast <command>`.
 
 Each command has a function here that declares its arguments and names the function that runs it. This
-module needs NumPy alone. A command imports the other packages that it needs when it runs.
+module needs NumPy alone: what runs a command is imported with the command.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 
@@ -116,7 +117,7 @@ def _add_generate(commands):
     add("--draft-tokens", type=int, choices=range(1, 8), default=7, metavar="N", help="largest number of guesses, 1 to 7 (default: 7)")
     add("--draft-layers", type=_positive, metavar="N", help="number of layers that guess (default: two thirds of the model's)")
     add("--compare", action="store_true", help="generate without guesses as well; compare tokens and time")
-    parser.set_defaults(run=_run_generate)
+    parser.set_defaults(run=_later("llama", "run_generate"))
 
 
 def _add_prompt_cache(parser):
@@ -176,7 +177,7 @@ def _add_eval(commands):
     add("--chunk", type=_positive, default=16, help="tokens per forward pass (default: 16, see kvfast.evaluation.evaluate)")
     add("--plot", metavar="FILE", help="draw KL over bits per element: a PNG, SVG or PDF file")
     add("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=_run_eval)
+    parser.set_defaults(run=_later("evaluate", "run_eval"))
 
 
 def _add_calibrate(commands):
@@ -191,7 +192,7 @@ def _add_calibrate(commands):
     add("--tokens", type=_positive, default=3072, help="use this many tokens of the text (default: 3072)")
     add("--out", required=True, metavar="FILE", help="the file to write, with NumPy arrays (.npz)")
     add("--threads", type=_positive, help="threads to compute with (default: all CPUs)")
-    parser.set_defaults(run=_run_calibrate)
+    parser.set_defaults(run=_later("evaluate", "run_calibrate"))
 
 
 def _add_serve_sim(commands):
@@ -212,7 +213,7 @@ def _add_serve_sim(commands):
     add("--show", type=_natural, default=2, help="number of texts to print (default: 2)")
     _add_prompt_cache(parser)
     add("--no-check", dest="check", action="store_false", help="do not run each request by itself as well")
-    parser.set_defaults(run=_run_serve_sim)
+    parser.set_defaults(run=_later("llama", "run_serve_sim"))
 
 
 def _add_store(commands):
@@ -227,7 +228,7 @@ def _add_store(commands):
     add("--older-than", type=float, metavar="DAYS", help="remove values that were not used for DAYS days")
     add("--max-bytes", type=_natural, metavar="N", help="remove the least recently used values, until N bytes are left")
     add("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=_run_store)
+    parser.set_defaults(run=_later("store", "run_store"))
 
 
 def _add_plan(commands):
@@ -264,7 +265,7 @@ def _add_plan(commands):
         help="caches to plan for: kvfast's own, or vLLM's with kvfast's formats (default: kvfast)",
     )
     add("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=_run_plan)
+    parser.set_defaults(run=_later("plan", "run_plan"))
 
 
 def _add_bench(commands):
@@ -286,7 +287,7 @@ def _add_bench(commands):
     add("--short", action="store_true", help="fewer contexts, in half a minute")
     add("--json", metavar="FILE", help="write the results as JSON")
     add("--plot", metavar="FILE", help="draw time per token over context, and the memory wall: a PNG, SVG or PDF file")
-    parser.set_defaults(run=_run_bench, extras={"rich": "bench"})
+    parser.set_defaults(run=_later("bench.command", "run_bench"), extras={"rich": "bench"})
 
 
 def _add_llama_cpp(commands):
@@ -328,7 +329,7 @@ def _add_tune(commands):
     )
     add("--no-keep", dest="keep", action="store_false", help="do not write the file")
     add("--forget", action="store_true", help="remove the choices kept for this kind of processor, and do not measure")
-    parser.set_defaults(run=_run_tune)
+    parser.set_defaults(run=_later("tune", "run_tune"))
 
 
 def _add_info(commands):
@@ -336,58 +337,15 @@ def _add_info(commands):
     parser.set_defaults(run=lambda args: kvfast.show_config())
 
 
-def _run_generate(args):
-    from kvfast.cli.llama import run_generate
-
-    run_generate(args)
-
-
-def _run_calibrate(args):
-    from kvfast.cli.evaluate import run_calibrate
-
-    run_calibrate(args)
-
-
-def _run_eval(args):
-    from kvfast.cli.evaluate import run_eval
-
-    run_eval(args)
-
-
-def _run_store(args):
-    from kvfast.cli.store import run_store
-
-    run_store(args)
+def _later(module, name):
+    """A function of a module that is imported when the command runs."""
+    return lambda args: getattr(importlib.import_module(f"kvfast.cli.{module}"), name)(args)
 
 
 def _run_llama_cpp_build(args):
     from kvfast.llama_cpp import build
 
     print(build(args.source, args.libraries, args.out))
-
-
-def _run_serve_sim(args):
-    from kvfast.cli.llama import run_serve_sim
-
-    run_serve_sim(args)
-
-
-def _run_plan(args):
-    from kvfast.cli import plan as plan_report
-
-    plan_report.run_plan(args)
-
-
-def _run_bench(args):
-    from kvfast.cli.bench import command
-
-    command.run_bench(args)
-
-
-def _run_tune(args):
-    from kvfast.cli.tune import run_tune
-
-    run_tune(args)
 
 
 def _add_model_arguments(parser):

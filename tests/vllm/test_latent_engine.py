@@ -38,17 +38,22 @@ def pool_of(llm):
     return pool
 
 
-def test_float_latents_give_the_tokens_of_vllm(folder, monkeypatch, has_amx):
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The tokens of vLLM's CPU_MLA; its AMX_MLA takes bfloat16 only."""
+    with pytest.MonkeyPatch.context() as own:
+        own.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        own.setenv("KVFAST_VLLM", "0")
+        return in_engine(folder, lambda llm: generate(llm, prompts()), **RIGHT)
+
+
+def test_float_latents_give_the_tokens_of_vllm(folder, expected, has_amx):
     def with_kvfast(llm):
         assert generate(llm, prompts()) == expected
         assert (pool_of(llm).dtype, pool_of(llm).block_size) == ("float32", 128 if has_amx else 16)
         assert generate(llm, prompts()) == expected
         assert [generate(llm, [one])[0] for one in prompts()] == expected
 
-    with monkeypatch.context() as own:  # whose AMX_MLA takes bfloat16 only
-        own.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        own.setenv("KVFAST_VLLM", "0")
-        expected = in_engine(folder, lambda llm: generate(llm, prompts()), **RIGHT)
     in_engine(folder, with_kvfast, **RIGHT, **({"max_num_batched_tokens": 128} if has_amx else {}))
 
 

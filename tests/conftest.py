@@ -41,17 +41,24 @@ def rng():
 
 
 @pytest.fixture(scope="session")
-def smollm2():
-    """(path, model, tokenizer) of SmolLM2-135M-Instruct."""
+def smollm2_file():
+    """The path of SmolLM2-135M-Instruct."""
     from kvfast import llama
 
     try:
-        path = llama.fetch_model()
+        return llama.fetch_model()
     except llama.FetchError as error:
         if os.environ.get("CI"):
             pytest.fail(str(error))
         pytest.skip(str(error))
-    return path, *llama.load(path)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_file):
+    """(path, model, tokenizer) of it."""
+    from kvfast import llama
+
+    return smollm2_file, *llama.load(smollm2_file)
 
 
 @pytest.fixture

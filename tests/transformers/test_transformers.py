@@ -222,8 +222,11 @@ def test_without_the_cache(llama, models):
 
 
 @pytest.mark.model
-def test_smollm2(smollm2):
-    path, _, tokenizer = smollm2
+def test_smollm2(smollm2_file):
+    from kvfast.interop.gguf_file import GGUFFile
+    from kvfast.llama import Tokenizer
+
+    path, tokenizer = smollm2_file, Tokenizer(GGUFFile(smollm2_file))
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     ids = torch.tensor([tokenizer.encode("It is a truth universally acknowledged")])
     mask = torch.ones_like(ids)

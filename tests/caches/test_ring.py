@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from cache_kinds import DTYPES
 from reference import attention, bound, relative_error
+from selection import on_tiers
 
 import kvfast
 
@@ -12,7 +13,7 @@ def tokens(rng, n, heads=2, dim=64):
     return rng.standard_normal((2, n, heads, dim)).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@on_tiers("dtype", DTYPES, ("float16", "int8", "int4"))
 def test_same_bits_as_contiguous_on_every_tier(isa, rng, dtype):
     ring = kvfast.RingKVCache(1, 2, 64, sliding_window=100, num_sink_tokens=4, dtype=dtype)
     whole = kvfast.KVCache(1, 2, 64, dtype=dtype)

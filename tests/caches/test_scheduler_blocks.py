@@ -5,6 +5,7 @@ import pytest
 from cache_kinds import SEALING, UNSEALED
 from pool_buffers import CANARY, outside, strided
 from reference import attention, relative_error
+from selection import on_tiers
 
 import kvfast
 from kvfast.caches.buffer_layout import buffer_layout
@@ -78,7 +79,7 @@ class Scheduler:
         self.free = [int(block) for block in self.rng.permutation(self.free + request.blocks)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@on_tiers("name", FORMATS, ("int4", "means, k8v4", "recent, packed", "channels, int3"))
 def test_the_bits_of_sequences(isa, rng, name):
     scheduler = Scheduler(FORMATS[name], rng)
     requests = [scheduler.new() for _ in range(3)]

@@ -60,6 +60,20 @@ def pairwise(names, *axes, **options):
     return pytest.mark.parametrize(names, cases, indirect=[name for name in names if name == "isa"], **options)
 
 
+def on_tiers(name, cases, few):
+    """`pytest.mark.parametrize` of the fixture "isa" and of cases, for tests that compare two ways of storage on one tier. Plain C, which
+    takes longest, has AVX2's ways to cut and to walk: there, `few` of the cases run always."""
+    assert {*few} <= {*cases}
+    marked = [
+        pytest.param(
+            *tier.values, case, marks=exhaustive if tier in TIERS[1:] and tier.values[0] == "scalar" and case not in few else tier.marks
+        )
+        for tier in TIERS
+        for case in cases
+    ]
+    return pytest.mark.parametrize(("isa", name), marked, indirect=["isa"])
+
+
 def cases_of(every, *axes):
     """The product of axes within a test; unless `every`, as many of its cases as hold all pairs of two values."""
     rows = itertools.product(*(range(len(axis)) for axis in axes)) if every else covering(*map(len, axes))

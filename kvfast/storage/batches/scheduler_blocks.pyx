@@ -70,7 +70,7 @@ cdef class SchedulerBlocks:
         self._check_read(batch, ends)
         for block, index, first, end in writes:
             needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, 0 if self.state[block] == CODES else first, end)
-        if needed:  # those that stay lie in a chunk apart from those of prompts, which are soon released
+        if needed:  # those that stay lie in a slab apart from those of prompts, which are soon released
             self.pool.floats.pieces.ensure(min(needed, batch.num_sequences * (2 * self.pool.floats.per_block + 2)))
             self.pool.floats.pieces.ensure(needed)
         self._seal_full(batch, ends)
@@ -167,8 +167,8 @@ cdef class SchedulerBlocks:
         cdef BlockMemory pieces = self.pool.floats.pieces
         if not self.pool.has_sinks:
             return 0
-        return sum([(pieces.stores[i].k.bytes + pieces.stores[i].v.bytes) * pieces.num_kv_heads for i in range(self.pool.num_layers)
-                    if self.pool.stores[i].floats != NULL])
+        return sum([(pieces.layouts[i].k.bytes + pieces.layouts[i].v.bytes) * pieces.num_kv_heads for i in range(self.pool.num_layers)
+                    if self.pool.layouts[i].floats != NULL])
 
     cdef list _first_rows(self, int32_t block, bint copies):
         return sum([self.pool.floats.first_rows(block, layer, copies) for layer in range(self.pool.num_layers)], [])

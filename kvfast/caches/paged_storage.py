@@ -239,6 +239,73 @@ class PagedStorage:
         most = self.num_blocks if max_num_seqs is None else check_size(max_num_seqs, "max_num_seqs", 1)
         return self._batches.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping, most)
 
+    def seal_blocks(self, block_ids: ArrayLike) -> NDArray[np.bool_]:
+        """Let full blocks of another scheduler hold all of their tokens, before it copies their bytes elsewhere.
+
+        A format that seals blocks keeps tokens as floats at first, outside of the blocks. Other formats have nothing to do.
+
+        Parameters
+        ----------
+        block_ids : integers of shape (num_blocks,)
+
+        Returns
+        -------
+        ndarray of shape (num_blocks,), bool
+            Whether a block holds all of its tokens. Not so if it is not full, or if it was written again from its middle on with
+            tokens that do not fit its scales.
+
+        Raises
+        ------
+        ValueError
+            For a block out of range.
+        """
+        scheduler = self._batches.scheduler
+        return np.ones(len(block_ids), bool) if scheduler is None else scheduler.seal_full(block_ids)
+
+    def first_float_rows(self, block: int) -> NDArray[np.uint8]:
+        """The floats that a sequence of another scheduler keeps of its first tokens; see `num_first_float_tokens` of `KVFormat`.
+
+        Parameters
+        ----------
+        block : int
+            The first block of the sequence.
+
+        Returns
+        -------
+        ndarray of shape (first_float_rows_nbytes,), uint8
+
+        Raises
+        ------
+        ValueError
+            If no sequence begins with the block.
+        """
+        return self._batches.scheduler.first_rows(block) if self.first_float_rows_nbytes else np.empty(0, np.uint8)
+
+    @property
+    def first_float_rows_nbytes(self) -> int:
+        """Bytes of `first_float_rows`; 0 for a format without them."""
+        scheduler = self._batches.scheduler
+        return 0 if scheduler is None else scheduler.first_rows_nbytes
+
+    def take_blocks(self, block_ids: ArrayLike, first_float_rows: NDArray[np.uint8] | None = None) -> None:
+        """Take blocks of another scheduler, whose bytes it has copied from elsewhere, as full and written.
+
+        Parameters
+        ----------
+        block_ids : integers of shape (num_blocks,)
+        first_float_rows : ndarray of shape (first_float_rows_nbytes,), uint8, optional
+            Those of a sequence that begins with the first of the blocks.
+
+        Raises
+        ------
+        ValueError
+            For a block out of range, rows of another size, and in a pool with sequences of its own.
+        """
+        expected, rows = self.first_float_rows_nbytes, first_float_rows
+        if rows is not None and rows.shape != (expected,):
+            raise ValueError(f"first_float_rows must have shape ({expected},), got {rows.shape}")
+        self._batches.take_blocks(block_ids, rows)
+
     def _batch(self, sequences, block_table, seq_lens, cu_seqlens_q):
         """Block tables of sequences, or the given tables and lengths of another scheduler, or a PreparedBatch."""
         if type(sequences) is PreparedBatch:

@@ -150,24 +150,12 @@ cdef bint _check_layer(const kv_layout *layout, Py_ssize_t count, const char **a
 
 
 def first_float_rows(SequenceStorage storage, bint copies):
-    """The float rows that a sequence keeps of its first tokens, as views; or with `copies`, copies in which all other rows of
-    their pieces are 0. Only of layers that keep all tokens."""
+    """The float rows that a sequence keeps of its first tokens; see `FloatRows.first_rows`. Only of layers that keep all tokens."""
     cdef BlockTable table
-    cdef Py_ssize_t layer, head
-    cdef kv_layout *layout
     result = []
     for table, layer in storage.layer_tables:
-        layout = table.pool.layouts + layer
-        if not keeps_all(table) or not table.pool.has_sinks or layout.floats == NULL:
-            continue
-        for values in (False, True):
-            for head in range(table.pool.num_kv_heads):
-                number = table.pool.floats.float_of[table.map.slot(0) // KV_PIECE]
-                piece = table.pool.floats.pieces.bytes_of_head(layer, number, 1, head, values)[0]
-                if copies:
-                    piece = piece.copy()
-                    piece[layout.float_tokens * (layout.floats.v.row_stride if values else layout.floats.k.row_stride):] = 0
-                result.append(piece)
+        if keeps_all(table) and table.pool.has_sinks:
+            result += table.pool.floats.first_rows(table.map.blocks[0], layer, copies)
     return result
 
 

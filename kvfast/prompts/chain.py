@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 # A tail of at least this number of tokens is listed under its first ones, so that prompts without a common beginning do not share a list.
@@ -35,10 +37,24 @@ class Chain:
     """
 
     def __init__(self, settings: str, token_ids: NDArray[np.int64], chunk_tokens: int, secret: bytes) -> None:
-        self.token_ids, self.chunk_tokens, self._secret = token_ids, chunk_tokens, secret
+        self.token_ids, self.chunk_tokens, self._secret = token_ids[:0], chunk_tokens, secret
         self.nodes = [self._digest(b"prompts", settings.encode(), chunk_tokens.to_bytes(8, "little"))]
-        for start in range(0, len(token_ids) - chunk_tokens + 1, chunk_tokens):
-            self.nodes.append(self._digest(b"node", self.nodes[-1], self._bytes(start, start + chunk_tokens)))
+        self.grow(token_ids)
+
+    def grow(self, token_ids: NDArray[np.int64], others: Callable[[int, int], bytes] | None = None) -> None:
+        """Go on to the last full chunk of `token_ids`, which begin with those of before.
+
+        Parameters
+        ----------
+        token_ids : ndarray of int64
+        others : callable, optional
+            Takes the first token of a chunk and the one after its last. Returns what the chunk depends on besides tokens, such as the
+            images that they stand for.
+        """
+        self.token_ids, size = token_ids, self.chunk_tokens
+        for start in range((len(self.nodes) - 1) * size, len(token_ids) - size + 1, size):
+            more = others(start, start + size) if others else b""
+            self.nodes.append(self._digest(b"node", self.nodes[-1], self._bytes(start, start + size), more))
 
     def chunk(self, index: int) -> bytes:
         """Digest of a chunk: the tokens between the nodes `index` and ``index + 1``."""
@@ -62,9 +78,18 @@ class Chain:
         return self.token_ids[start:end].astype("<i8").tobytes()
 
     def _digest(self, person, *parts):
-        from hashlib import blake2b  # slow to import, and only prefixes need it
+        return _digest(self._secret, person, *parts)
 
-        state = blake2b(digest_size=32, key=self._secret, person=person)
-        for part in parts:
-            state.update(part)
-        return state.digest()
+
+def part_of(node: bytes, name: str, secret: bytes) -> bytes:
+    """Digest of a part of the chunk that ends at a node: what one process of several keeps of it, or one kind of layers."""
+    return _digest(secret, b"part", node, name.encode())
+
+
+def _digest(secret, person, *parts):
+    from hashlib import blake2b  # slow to import, and only prefixes need it
+
+    state = blake2b(digest_size=32, key=secret, person=person)
+    for part in parts:
+        state.update(part)
+    return state.digest()

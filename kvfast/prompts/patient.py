@@ -59,6 +59,11 @@ class PatientStore:
         deadline = self.deadline()
         self._later.submit(lambda: self._call(lambda: self.store.touch(keys, is_hit), deadline, None, writes=True))
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is written now, after a failure."""
+        return time.monotonic() < self._pauses[True].end
+
     def settle(self) -> None:
         """Wait for `touch`."""
         self._later.submit(int).result()

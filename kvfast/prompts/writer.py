@@ -26,9 +26,25 @@ class Writer:
     def put(self, key: str, value: Any) -> Future[bool]:
         """Whether the store keeps the value, in the future."""
         with self._room:
-            self._room.wait_for(lambda: not self._pending or self._pending + len(value) <= MOST_PENDING)
+            self._room.wait_for(lambda: self._fits(value))
             self._pending += len(value)
         return self._begin(lambda: self._put(key, value))
+
+    def put_missing(self, key: str, value: Any, complete: Callable[[], object]) -> Future[bool] | None:
+        """As `put`, for a value that the store may have, and whose header `complete` writes if it has not. None, and the value is
+        dropped, where `put` would wait."""
+        with self._room:
+            if not self._fits(value):
+                return None
+            self._pending += len(value)
+
+        def is_here() -> bool:
+            (here,) = self._store.contains_many([key], self._store.deadline())
+            if not here:
+                complete()
+            return here
+
+        return self._begin(lambda: self._put(key, value, is_here))
 
     def after(self, calls: list[Future[bool]], then: Callable[[], None]) -> Future[bool]:
         """Call `then` when these calls have ended. The result is whether all of them are true."""
@@ -49,9 +65,12 @@ class Writer:
     def close(self) -> None:
         self._threads.close()
 
-    def _put(self, key, value):
+    def _fits(self, value):
+        return not self._pending or self._pending + len(value) <= MOST_PENDING
+
+    def _put(self, key, value, is_here=bool):
         try:
-            return self._store.put(key, value)
+            return is_here() or self._store.put(key, value)
         finally:
             with self._room:
                 self._pending -= len(value)

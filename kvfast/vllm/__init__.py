@@ -1,6 +1,7 @@
 """kvfast as the KV cache of vLLM on CPUs.
 
-    versions, formats, memory -> backend, mla -> register
+    versions, formats, memory -> backend, mla
+    prompts -> connector
 
 vLLM finds it by itself once both are installed (``pip install "kvfast[vllm]"``): its processes call `register`, an entry point of
 the group ``vllm.general_plugins``. From then on, layers whose attention kvfast carries keep their keys and values in kvfast's

@@ -18,6 +18,7 @@ from kvfast import NonFiniteInputError, PagedKVCache
 from kvfast.planning.key_bias import key_bias_note
 from kvfast.vllm.formats import BLOCK_SIZES, NAMES, Directions, block_sizes, content_bytes, format_of
 from kvfast.vllm.memory import GroupMemory, arrays_of
+from kvfast.vllm.versions import CONNECTOR
 
 logger = init_logger("vllm.kvfast")
 
@@ -109,10 +110,11 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             )
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             return
-        if fmt.num_first_float_tokens and vllm_config.kv_transfer_config is not None:
+        transfer = vllm_config.kv_transfer_config
+        if fmt.num_first_float_tokens and transfer is not None and transfer.kv_connector != CONNECTOR:
             raise ValueError(
                 f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats outside vLLM's blocks, which "
-                f"a KV connector would not send: choose turboquant_4bit_nc or int8_per_token_head"
+                f"{transfer.kv_connector} would not send: choose {CONNECTOR}, or turboquant_4bit_nc or int8_per_token_head"
             )
         if fmt.num_first_float_tokens and vllm_config.cache_config.enable_prefix_caching:
             logger.warning_once(

@@ -38,6 +38,8 @@ class GroupMemory:
         self._tensors = []
         self.pool = None
         self._batch = self._metadata = None
+        for layer in layers:
+            layer.impl.group = self
 
     def bind(self):
         """Make the pool over the layers' tensors, unless it is there, and give each layer its number in it."""

@@ -1,5 +1,6 @@
 """Whether this vLLM is one that the plugin knows, and how it gets its backend there."""
 
+import contextlib
 import importlib.metadata
 import logging
 import os
@@ -11,10 +12,11 @@ BACKENDS = {  # by the name of the one that it replaces
     "CPU_MLA": "kvfast.vllm.mla.KVFastMLABackend",
     "AMX_MLA": "kvfast.vllm.mla.KVFastMLABackend",
 }
+CONNECTOR = "KVFastConnector"
 
 
 def register():
-    """Let vLLM use kvfast for attention on CPUs; the entry point that vLLM calls in each of its processes.
+    """Let vLLM use kvfast for attention on CPUs, and find `KVFastConnector`; the entry point that vLLM calls in each of its processes.
 
     Nothing happens, and vLLM uses its own backend, with ``KVFAST_VLLM=0``, and with a version of vLLM that was not tested, which is
     logged as a warning.
@@ -33,6 +35,10 @@ def register():
 
     for name, backend in BACKENDS.items():
         register_backend(AttentionBackendEnum[name], backend)
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with contextlib.suppress(ValueError):  # vLLM calls this more than once in a process
+        KVConnectorFactory.register_connector(CONNECTOR, "kvfast.vllm.connector", CONNECTOR)
 
 
 def installed_version():

@@ -289,6 +289,71 @@ def test_in_memory_of_the_caller(isa, rng):
     assert (outside(memory, arrays) == CANARY).all()
 
 
+def over_arrays(form, rng):
+    """A scheduler whose blocks are in arrays of its own, and these."""
+    scheduler = Scheduler(form, rng)
+    layout = buffer_layout(LAYERS, HEADS, DIM, 24, scheduler.size, form)
+    arrays, _ = strided(layout, gap=64, by_layer=False)
+    scheduler.pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 24, scheduler.size, form, buffer=arrays)
+    return scheduler, arrays
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_come_from_another_pool(isa, rng, name):
+    """Right after the step that filled them; and to blocks that others had, of which some still hold float rows."""
+    scheduler, arrays = over_arrays(FORMATS[name], rng)
+    other, its_arrays = over_arrays(FORMATS[name], rng)
+    size, one, before = scheduler.size, scheduler.new(), other.new()
+    scheduler.step([one], [3 * size + 5])
+    other.step([before], [3 * size + 20])
+    assert scheduler.pool.seal_blocks(one.blocks).tolist() == [True, True, True, False]
+    floats = scheduler.pool.first_float_rows(one.blocks[0])
+    assert floats.shape == (scheduler.pool.first_float_rows_nbytes,)
+    other.release(before)
+    blocks = before.blocks[:3][::-1]
+    other.free = [block for block in other.free if block not in blocks]
+    for source, target in zip(arrays, its_arrays):
+        target[blocks] = source[one.blocks[:3]]
+    other.pool.take_blocks(blocks, floats)
+    late = other.new(blocks)
+    late.length = 3 * size
+    # Tokens that are taken back far enough have codes alone.
+    longer = one.cache.copy()
+    for layer, (k, v) in enumerate(rows(rng, 2 * size)):
+        longer.append(layer, k, v)
+    longer.advance(2 * size)
+    longer.truncate(3 * size)
+    late.cache.restore(longer.snapshot())
+    for count in (1, 40, 1, 100):
+        other.step([late], [count])
+        scheduler.step([one], [count])  # as if nothing had been sealed
+
+
+def test_what_is_no_block_from_elsewhere(rng):
+    scheduler, _ = over_arrays("int4", rng)
+    request, pool = scheduler.new(), scheduler.pool
+    scheduler.step([request], [150])
+    floats = pool.first_float_rows(request.blocks[0])
+    for block in (request.blocks[1], scheduler.free[0]):
+        with pytest.raises(ValueError, match="must be the first of a sequence"):
+            pool.first_float_rows(block)
+    for call in (pool.seal_blocks, pool.take_blocks):
+        for blocks in ([24], [0, -1]):
+            with pytest.raises(ValueError, match="block_ids must be between 0 and 23"):
+                call(blocks)
+    with pytest.raises(ValueError, match=r"first_float_rows must have shape \(\d+,\), got"):
+        pool.take_blocks([scheduler.free[0]], floats[1:])
+    scheduler.step([request], [60])  # nothing has changed
+    plain = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 4, dtype="int8")
+    assert plain.seal_blocks([0, 1]).all() and plain.first_float_rows(0).shape == (plain.first_float_rows_nbytes,) == (0,)
+    plain.take_blocks([0, 1])
+    own = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 4)
+    sequence = own.new_sequence()
+    with pytest.raises(ValueError, match="while a pool has sequences"):
+        own.take_blocks([0])
+    sequence.free()
+
+
 def refused(scheduler, message, tables, slots):
     state = scheduler.pool.nbytes
     with pytest.raises(ValueError, match=message):

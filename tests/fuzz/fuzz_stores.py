@@ -38,10 +38,12 @@ def longer_prompt(world, held, rng):
 
 
 class Text:
-    """A sequence of a tenant, and the ids that it told."""
+    """A sequence of a tenant, and the ids that it told. One that was restored has no salt of its own: once all of its tokens are taken
+    back, it is nobody's."""
 
-    def __init__(self, sequence, salt, ids, told):
+    def __init__(self, sequence, salt, ids, told, own_salt=None):
         self.sequence, self.salt, self.ids, self.told = sequence, salt, ids, told
+        self.own_salt = salt if own_salt is None else own_salt
 
 
 class TenantsWorld:
@@ -132,7 +134,7 @@ class TenantsWorld:
 
     def fork(self, text):
         self.case.note("fork", text.salt)
-        self.texts.append(Text(text.sequence.fork(), text.salt, text.ids, text.told))
+        self.texts.append(Text(text.sequence.fork(), text.salt, text.ids, text.told, text.own_salt))
 
     def free(self, text):
         self.case.note("free", text.salt, len(text.sequence))
@@ -145,6 +147,8 @@ class TenantsWorld:
         self.case.note("truncate", text.salt, n)
         with contextlib.suppress(ValueError):  # a window cannot go back that far
             text.sequence.truncate(n)
+            if n == 0:
+                text.salt = text.own_salt
 
     def snapshot(self, text):
         self.case.note("snapshot", text.salt)
@@ -154,7 +158,8 @@ class TenantsWorld:
         if self.snapshots:
             snapshot, text = one_of(self.rng, self.snapshots)
             self.case.note("restore", text.salt, len(snapshot))
-            self.texts.append(Text(self.pool.restore(snapshot), text.salt, text.ids, text.told))
+            salt = text.salt if len(snapshot) else b""
+            self.texts.append(Text(self.pool.restore(snapshot), salt, text.ids, text.told, b""))
 
 
 def number_of(salt):

@@ -16,7 +16,9 @@ with warnings.catch_warnings():
     import torch
     import transformers
     from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.config import KVTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -134,3 +136,14 @@ def layers_of(llm):
     """The attention layers of an engine, by name."""
     model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     return {name: layer for name, layer in model.compilation_config.static_forward_context.items() if hasattr(layer, "impl")}
+
+
+def stored(url, connector="KVFastConnector", **more):
+    """The configuration of a store for prompts."""
+    return KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config={"url": str(url), **more})
+
+
+def settle(llm):
+    """Wait for what is stored in the background, and let vLLM forget its own prefixes."""
+    get_kv_transfer_group().flush()
+    assert llm.reset_prefix_cache()

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm_engines import MODELS, generate, in_engine, layers_of, save_model
+from vllm_engines import MODELS, generate, in_engine, layers_of
 
 import kvfast
 from kvfast.core.kernels import cpu_features
@@ -27,20 +27,6 @@ from kvfast.vllm import backend, formats, versions
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LENGTHS = 5, 40, 200, 333
-
-
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory):
-    """A function of a name of MODELS: the folder of such a model."""
-    folders = {}
-
-    def folder(name):
-        if name not in folders:
-            folders[name] = tmp_path_factory.mktemp(name)
-            save_model(name, folders[name])
-        return folders[name]
-
-    return folder
 
 
 def prompts(lengths=LENGTHS, seed=0):

@@ -60,6 +60,17 @@ cdef class PagedBatches(PagedSequences):
             else:
                 self.pool.leave()
 
+    def take_blocks(self, block_ids, first_rows):
+        """See `SchedulerBlocks.take`."""
+        self.pool.enter()
+        try:
+            self._check_no_sequences(0)
+            self._become_external()
+        finally:
+            self.pool.leave()
+        if self.scheduler is not None:
+            self.scheduler.take(block_ids, first_rows)
+
     cdef int _check_no_sequences(self, slot) except -1:
         """Refuse the slots of another scheduler in a pool with sequences, which would take them, too."""
         if self.num_owned or self.pool.num_sequences:  # also one without blocks, which would take those of the scheduler later

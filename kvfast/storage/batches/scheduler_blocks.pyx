@@ -12,11 +12,16 @@ however long it rests and whoever shares its blocks and runs ahead. One that has
 cannot spare that memory bounds the number of sequences: those that were not seen for longest are closed, so that their tokens keep
 codes alone. A sequence that goes on in such a block gets float rows of these codes.
 """
+import numpy as np
+
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+from kvfast.core.checks cimport check_integers
+from kvfast.core.limits cimport KV_PIECE
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
+from kvfast.storage.memory.block_memory cimport BlockMemory
 from kvfast.storage.memory.pool cimport BlockPool
 
 cdef enum:
@@ -105,6 +110,75 @@ cdef class SchedulerBlocks:
         self.held.clear()
         self.step += 1
         return 0
+
+    def seal_full(self, block_ids):
+        """Let full blocks hold all of their tokens as codes. Returns for each block whether it does: bool of shape (num_blocks,)."""
+        cdef int32_t block
+        cdef list blocks = self._checked(block_ids)
+        self.pool.enter()
+        try:
+            full = [block for block in blocks if self.written[block] == self.pool.block_size]
+            self._seal([block for block in dict.fromkeys(full) if self.state[block] == OPEN])
+            return np.array([self.written[block] == self.pool.block_size and self.pool.floats.kept_codes[block] >= 0
+                             for block in blocks], bool)
+        finally:
+            self.pool.leave()
+
+    def first_rows(self, block):
+        """The float rows of the first tokens of a sequence that begins with a block, layer after layer: uint8, 1-D."""
+        cdef int32_t first
+        first, = self._checked([block])
+        self.pool.enter()
+        try:
+            if not self.begins[first] or not self.pool.floats.float_of[first * self.pool.floats.per_block] >= 0:
+                raise ValueError(f"block {first} must be the first of a sequence")
+            return np.concatenate(self._first_rows(first, True))
+        finally:
+            self.pool.leave()
+
+    def take(self, block_ids, first_rows):
+        """Take full blocks for written, whose codes came from elsewhere. `first_rows` of a sequence that begins with the first of
+        them, or None."""
+        cdef int32_t block
+        cdef list blocks = self._checked(block_ids)
+        cdef bint begins = first_rows is not None and self.pool.has_sinks and len(blocks)
+        self.pool.enter()
+        try:
+            if begins:
+                self.pool.floats.pieces.ensure(1)
+            self._forget_behind({block for block in blocks if self.holders[block]})
+            for block in blocks:
+                self.pool.floats.release(block, 0)
+                self.pool.floats.set_kept_codes(block, 0)
+                self.written[block], self.begins[block], self.state[block] = <int16_t>self.pool.block_size, False, CODES
+            if begins:
+                block = blocks[0]
+                self.pool.floats.add(block, 0, KV_PIECE)
+                self.begins[block], at = True, 0
+                for row in self._first_rows(block, False):
+                    row[:] = first_rows[at : at + len(row)]
+                    at += len(row)
+        finally:
+            self.pool.leave()
+
+    @property
+    def first_rows_nbytes(self):
+        """Bytes of `first_rows`; 0 in a pool whose sequences keep none."""
+        cdef BlockMemory pieces = self.pool.floats.pieces
+        if not self.pool.has_sinks:
+            return 0
+        return sum([(pieces.layouts[i].k.bytes + pieces.layouts[i].v.bytes) * pieces.num_kv_heads for i in range(self.pool.num_layers)
+                    if self.pool.layouts[i].floats != NULL])
+
+    cdef list _first_rows(self, int32_t block, bint copies):
+        return sum([self.pool.floats.first_rows(block, layer, copies) for layer in range(self.pool.num_layers)], [])
+
+    cdef list _checked(self, block_ids):
+        ids = check_integers(block_ids, "block_ids", np.int64, 1).tolist()
+        for block in ids:
+            if not 0 <= block < self.pool.num_blocks:
+                raise ValueError(f"block_ids must be between 0 and {self.pool.num_blocks - 1}, got {block}")
+        return ids
 
     cdef list _writes_of(self, PreparedBatch batch):
         """What the step writes: (block, its index in its sequence, first offset, end), after checks."""

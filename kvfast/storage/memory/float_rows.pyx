@@ -190,6 +190,24 @@ cdef class FloatRows:
                 self._release_range(block, i, i + 1)
         return 0
 
+    cdef list first_rows(self, int32_t block, Py_ssize_t layer, bint copies):
+        """The rows that a layer keeps of the first tokens of a sequence that begins with `block`: the piece of each head, keys and then
+        values, as views of uint8. With `copies`, copies in which all other rows are 0. No piece for a layer without float rows."""
+        cdef kv_layout *layout = self.layouts + layer
+        cdef Py_ssize_t head, kept
+        result = []
+        if layout.floats == NULL:
+            return result
+        for values in (False, True):
+            kept = layout.float_tokens * (layout.floats.v.row_stride if values else layout.floats.k.row_stride)
+            for head in range(self.pieces.num_kv_heads):
+                piece = self.pieces.bytes_of_head(layer, self.float_of[block * self.per_block], 1, head, values)[0]
+                if copies:
+                    piece = piece.copy()
+                    piece[kept:] = 0
+                result.append(piece)
+        return result
+
     cdef Py_ssize_t num_pieces(self, int32_t block) noexcept:
         """Number of pieces of a block."""
         cdef Py_ssize_t i, count = 0

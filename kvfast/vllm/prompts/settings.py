@@ -1,0 +1,140 @@
+"""What the user asks for, and all that must be equal for stored bytes to be usable."""
+
+import functools
+import json
+import os
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from xxhash import xxh3_128
+
+from kvfast.files import state
+from kvfast.files.cache_file import need_files
+from kvfast.prompts.stores import open_store
+from kvfast.vllm.formats import format_of
+from kvfast.vllm.versions import TESTED
+
+SECRET = "KVFAST_PROMPT_SECRET"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+BYTES_AT_ONCE = 1 << 24
+
+
+@dataclass
+class Options:
+    """The ``kv_connector_extra_config`` of `KVFastConnector`; the guide of vLLM describes it."""
+
+    url: str
+    chunk_tokens: int = 128
+    max_bytes: int | None = None
+    near: str | None = None
+    time_limit: float = 5.0
+    model: str | None = None
+
+    @classmethod
+    def of(cls, vllm_config):
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        unknown = sorted(set(given) - set(cls.__dataclass_fields__))
+        if unknown or not isinstance(given.get("url"), str):
+            raise ValueError(
+                f"kv_connector_extra_config of KVFastConnector must have a url, and may have "
+                f"{', '.join(name for name in cls.__dataclass_fields__ if name != 'url')}, got {sorted(given) or 'nothing'}"
+            )
+        return cls(**given)
+
+    def open(self):
+        """The store; ModuleNotFoundError without the packages that its kind needs."""
+        need_files()
+        return open_store(self.url, self.max_bytes, self.near, min(5.0, self.time_limit))
+
+
+def secret():
+    """What separates tenants of a store, at most 64 bytes; not in the configuration, which other users see in the list of processes."""
+    value = os.environ.get(SECRET, "").encode()
+    if len(value) > 64:
+        raise ValueError(f"{SECRET} must have at most 64 bytes, got {len(value)}")
+    return value
+
+
+@dataclass
+class Group:
+    """A KV cache group of vLLM."""
+
+    block_size: int
+    window: int | None  # tokens that a query sees, or None for all
+    nbytes: int  # of a block, over all layers
+
+
+def groups_of(kv_cache_config):
+    """The groups of a model whose layers all are attention; ValueError for another model."""
+    return [_group(one.kv_cache_spec, len(one.layer_names)) for one in kv_cache_config.kv_cache_groups]
+
+
+def _group(spec, num_layers):
+    kinds = [*spec.kv_cache_specs.values()] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    windows = {one.sliding_window if isinstance(one, SlidingWindowSpec) else None for one in kinds}
+    if len(windows) != 1 or not all(isinstance(one, (FullAttentionSpec, SlidingWindowSpec)) for one in kinds):
+        raise ValueError(
+            f"KVFastConnector stores keys and values of attention, and the model has layers of "
+            f"{', '.join(sorted({type(one).__name__ for one in kinds}))}: leave --kv-transfer-config out"
+        )
+    nbytes = spec.page_size_bytes * (1 if isinstance(spec, UniformTypeKVCacheSpecs) else num_layers)
+    return Group(spec.block_size, windows.pop(), nbytes)
+
+
+def chunk_tokens_of(options, groups):
+    """Tokens of a chunk: those that were asked for, or more if the blocks of a group need it."""
+    size = lcm(*(group.block_size for group in groups))
+    return -(-options.chunk_tokens // size) * size
+
+
+def parts_of(vllm_config, groups):
+    """The names of the parts of a chunk: [rank][group]."""
+    parallel = vllm_config.parallel_config
+    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if parallel.world_size != tensor * pipeline or parallel.decode_context_parallel_size > 1:
+        raise ValueError("KVFastConnector knows tensor and pipeline parallelism alone: leave --kv-transfer-config out")
+    ranks = [f"{i} of {tensor}, {j} of {pipeline}" for j in range(pipeline) for i in range(tensor)]
+    return [[f"{rank}, group {i}" for i in range(len(groups))] for rank in ranks]
+
+
+def settings_text(vllm_config, kv_cache_config, options):
+    """The model, the form of its blocks, and what wrote them."""
+    specs = [one.kv_cache_spec for one in kv_cache_config.kv_cache_groups]
+    # vLLM's own layouts depend on the processor, those of kvfast do not.
+    own = [torch.backends.cpu.get_cpu_capability() for spec in specs if format_of(spec) is None]
+    model = model_name(vllm_config) if options.model is None else options.model
+    return json.dumps(["vllm", TESTED, state.VERSION, model, vllm_config.cache_config.cache_dtype, [repr(one) for one in specs], own])
+
+
+def model_name(vllm_config):
+    """What tells the weights of a model from others: its configuration, and a digest of its files, or their revision."""
+    model = vllm_config.model_config
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name[0] != "_" and name != "transformers_version"}
+    return json.dumps(
+        [
+            config,
+            str(model.dtype),
+            str(model.quantization),
+            str(vllm_config.load_config.load_format),
+            files_digest(model.model) or [model.model, model.revision, getattr(model.hf_config, "_commit_hash", None)],
+        ],
+        sort_keys=True,
+        default=str,
+    )
+
+
+@functools.lru_cache
+def files_digest(path):
+    """A digest of the weights in a file or folder, all of their bytes. None if there are none."""
+    path = Path(path)
+    files = [path] if path.is_file() else sorted(one for one in path.glob("*") if one.suffix in WEIGHTS) if path.is_dir() else []
+    found = xxh3_128()
+    for file in files:
+        found.update(f"{file.name} {file.stat().st_size} ".encode())
+        with file.open("rb") as data:
+            while some := data.read(BYTES_AT_ONCE):
+                found.update(some)
+    return found.hexdigest() if files else None

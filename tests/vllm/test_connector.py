@@ -1,0 +1,286 @@
+"""Prompts of vLLM in a store: what a fresh engine finds of them, and what happens when the store fails."""
+
+import random
+import threading
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vLLM is not installed")
+
+from servers import Proxy, redis_server
+from vllm_engines import generate, in_engine, save_model, save_tokenizer, settle, stored
+from vllm_server import get, kill, stream, vllm_server
+
+from kvfast.prompts.envelope import HEADER_BYTES, num_tokens_of
+from kvfast.vllm.prompts import settings
+from kvfast.vllm.prompts.figures import FIGURES, Figures
+
+# vLLM and PyTorch use parts of each other that are deprecated.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("figures")]
+
+CHUNK = 128
+LENGTHS = 40, 300, 513, 700
+# vLLM's own operator for the interleaved rotation of DeepSeek is wrong on CPUs.
+RIGHT = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+
+
+def prompts(lengths=LENGTHS, seed=0):
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 500) for _ in range(n)] for n in lengths]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """All that engines of this process have counted."""
+    total, add = Counter(), Figures.add
+
+    def also(self, **counts):
+        total.update(counts)
+        add(self, **counts)
+
+    monkeypatch.setattr(Figures, "add", also)
+    return total
+
+
+def values(folder):
+    return sorted(folder.glob("??/*"))
+
+
+def answers(folder, url=None, given=None, times=1, **options):
+    """What an engine says to each prompt, alone: as often as asked."""
+
+    def use(llm):
+        return [[generate(llm, [one])[0] for one in given or prompts()] for _ in range(times)]
+
+    options = {"max_num_batched_tokens": 256} | options
+    return in_engine(folder, use, **options, **({} if url is None else {"kv_transfer_config": stored(url)}))
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("llama", "auto"),
+        ("llama", "int8_per_token_head"),
+        ("llama", "int4_per_token_head"),
+        ("deep", "turboquant_4bit_nc"),
+        ("gemma3", "int8_per_token_head"),
+        ("gemma3", "int4_per_token_head"),
+        ("deepseek", "int4_per_token_head"),
+    ],
+)
+def test_a_fresh_engine_finds_prompts(folder_of, tmp_path, figures, model, dtype):
+    """With the tokens of vLLM's own prefix cache: a format that seals blocks reads known tokens as codes. Windows, hybrid groups, blocks
+    of two sizes, and latent rows."""
+    options = {"kv_cache_dtype": dtype} | (RIGHT if model == "deepseek" else {})
+    first, again = answers(folder_of(model), tmp_path, times=2, **options)
+    restored = sum((n - 1) // CHUNK * CHUNK for n in LENGTHS)
+    assert figures["num_restored_tokens"] == (restored if model == "deepseek" else 0)  # vLLM has no prefix cache for latents here
+    assert figures["num_prompts"] == 2 * len(LENGTHS) and figures["bytes_written"] > 0
+    figures.clear()
+    assert answers(folder_of(model), tmp_path, **options) == [again]
+    assert figures["num_restored_tokens"] == restored
+    assert figures["num_hits"] == 3 and figures["num_failures"] == figures["num_dropped"] == figures["bytes_written"] == 0
+    if dtype != "int4_per_token_head":
+        assert first == again
+    figures.clear()
+    if (model, dtype) == ("llama", "int8_per_token_head"):
+        assert answers(folder_of(model), **options) == [first] and not figures
+        assert answers(folder_of(model), tmp_path, **options, dtype="bfloat16") and not figures["num_hits"]
+
+
+def test_answers_are_stored_and_known_again(folder_of, tmp_path, figures):
+    """A conversation: the second prompt holds the first answer. Two requests of one beginning store it once."""
+    [begin], tails = prompts((200,)), prompts((30, 40), seed=1)
+
+    def talk(llm):
+        one, _ = generate(llm, [begin + tail for tail in tails], 120)
+        longer = [*begin, *tails[0], *one, *tails[1]]
+        return longer, generate(llm, [longer], 8)
+
+    options = {"kv_cache_dtype": "int8_per_token_head", "block_size": 32}
+    longer, expected = in_engine(folder_of("llama"), talk, kv_transfer_config=stored(tmp_path), **options)
+    # The common chunk, one of each text with its answer, one of the second prompt.
+    assert len(values(tmp_path)) == 1 + 2 + (len(longer) // CHUNK - 2)
+    figures.clear()
+    assert (
+        in_engine(folder_of("llama"), lambda llm: generate(llm, [longer], 8), kv_transfer_config=stored(tmp_path), **options)
+        == expected
+    )
+    assert figures["num_restored_tokens"] == (len(longer) - 1) // CHUNK * CHUNK
+
+
+def test_what_others_have_stored_is_not_found(folder_of, tmp_path, figures, monkeypatch):
+    """Another salt, secret, model or adapter; part of a prompt."""
+    from vllm import SamplingParams, TokensPrompt
+
+    [prompt] = prompts((400,))
+
+    def use(llm):
+        def restored(ids, **more):
+            figures.clear()
+            settle(llm)
+            parameters = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+            llm.generate([TokensPrompt(prompt_token_ids=ids, **more)], parameters, use_tqdm=False)
+            return figures["num_restored_tokens"]
+
+        assert restored(prompt) == 0
+        assert restored(prompt) == 384 and restored(prompt[:384]) == 256 and restored(prompt[:200] + prompt[:100]) == 128
+        assert restored(prompt[1:]) == 0
+        assert restored(prompt, cache_salt="alice") == 0
+        assert restored(prompt, cache_salt="alice") == 384 and restored(prompt, cache_salt="bob") == 0
+
+    options = {"kv_cache_dtype": "int8_per_token_head"}
+    in_engine(folder_of("llama"), use, kv_transfer_config=stored(tmp_path), **options)
+    monkeypatch.setenv("KVFAST_PROMPT_SECRET", "hunter2")
+    in_engine(folder_of("llama"), use, kv_transfer_config=stored(tmp_path), **options)
+
+
+def test_weights_tell_models_apart(folder_of, tmp_path):
+    save_model("llama", tmp_path / "same")
+    assert settings.files_digest(tmp_path / "same") == settings.files_digest(folder_of("llama"))
+    weights = tmp_path / "same" / "model.safetensors"
+    damage(weights, -1)
+    settings.files_digest.cache_clear()
+    assert settings.files_digest(tmp_path / "same") != settings.files_digest(folder_of("llama"))
+    assert settings.files_digest(tmp_path) is None
+
+
+@pytest.mark.parametrize(("model", "place"), [("llama", 384), ("gemma3", 640)])
+def test_what_the_store_has_lost_is_computed(folder_of, tmp_path, figures, model, place):
+    """A chunk that is gone, damaged or cut: known when it is looked up, or only when it is fetched."""
+    given, options = prompts((700,)), {"kv_cache_dtype": "int8_per_token_head"}
+    [expected] = answers(folder_of(model), tmp_path, given, **options)
+
+    def use(llm):
+        for change in (lambda path: path.unlink(), lambda path: damage(path, 300), lambda path: path.write_bytes(b"short")):
+            settle(llm)
+            paths = values(tmp_path)
+            change(next(path for path in paths if num_tokens_of(path.read_bytes()[:HEADER_BYTES]) == place))
+            figures.clear()
+            assert generate(llm, given) == expected
+            assert figures["num_restored_tokens"] - CHUNK * 5 <= 0 and figures["bytes_written"] > 0
+            seen.append(figures["num_failures"])
+            settle(llm)
+            assert values(tmp_path) == paths
+
+    seen = []
+    in_engine(folder_of(model), use, kv_transfer_config=stored(tmp_path), **options)
+    assert seen == [0, 1, 1]
+
+
+def damage(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_store_that_fails_costs_time_alone(folder_of, tmp_path, figures):
+    """Slow, silent, lying, cut, restarted, full and gone: the tokens are those of an engine without a store."""
+    given, options = prompts((200, 400)), {"kv_cache_dtype": "int8_per_token_head"}
+    [expected] = answers(folder_of("llama"), None, given, **options)
+
+    def use(llm):
+        for manner in ("plain", "delayed", "half-open", "lying", "cut", "plain"):
+            proxy.manner = manner
+            assert llm.reset_prefix_cache()
+            assert [generate(llm, [one])[0] for one in given] == expected, manner
+        server.kill()
+        assert llm.reset_prefix_cache()
+        assert [generate(llm, [one])[0] for one in given] == expected
+        server.start()
+        assert llm.reset_prefix_cache()
+        assert [generate(llm, [one])[0] for one in given] == expected
+
+    with redis_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server, Proxy(server.port) as proxy:
+        proxy.lie = b"$5\r\nhello\r\n" * 50
+        in_engine(folder_of("llama"), use, kv_transfer_config=stored(f"redis://127.0.0.1:{proxy.port}", time_limit=0.5), **options)
+    assert figures["num_restored_tokens"] > 0
+
+
+def test_requests_that_are_preempted_and_wait(folder_of, tmp_path, monkeypatch):
+    """Ten blocks for four growing texts, with a store that has their prompts: each text is that of an engine without a store."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted, original = [], Scheduler._preempt_request
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *args, **options: preempted.append(args) or original(*args, **options))
+    growing = prompts((150, 152, 154, 156))
+    options = {"kv_cache_dtype": "int8_per_token_head", "num_gpu_blocks_override": 16, "block_size": 64, "max_model_len": 448}
+
+    def use(llm):
+        return generate(llm, growing, 120)
+
+    expected = in_engine(folder_of("llama"), lambda llm: [generate(llm, [one], 120)[0] for one in growing], **options)
+    for _ in range(2):
+        preempted.clear()
+        assert in_engine(folder_of("llama"), use, kv_transfer_config=stored(tmp_path), **options) == expected and preempted
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [({"chunk": 1}, "must have a url, and may have chunk_tokens"), ({"url": "ftp://there"}, "a store must be a folder or begin with")],
+)
+def test_a_wrong_configuration_is_refused(folder_of, tmp_path, more, message):
+    with pytest.raises(ValueError, match=message):
+        in_engine(folder_of("llama"), print, kv_transfer_config=stored(**{"url": tmp_path} | more))
+
+
+def test_another_connector_with_floats_outside_the_blocks_is_refused(folder_of, tmp_path):
+    config = stored(tmp_path, connector="ExampleConnector")
+    with pytest.raises(ValueError, match="would not send: choose KVFastConnector"):
+        in_engine(folder_of("llama"), print, kv_transfer_config=config, kv_cache_dtype="int4_per_token_head")
+
+
+def test_servers_share_a_store_and_are_killed(tmp_path):
+    """16 clients whose prompts share a beginning. The server is killed while it computes and stores, and another goes on with what is
+    there; its metrics tell so."""
+    save_model("llama", tmp_path)
+    save_tokenizer(tmp_path)
+    [begin] = prompts((500,))
+    given = [begin + tail for tail in prompts([60] * 16, seed=1)]
+    config = stored(tmp_path / "store")
+    text = '{"kv_connector":"KVFastConnector","kv_role":"kv_both","kv_connector_extra_config":%s}'
+    options = ("--kv-transfer-config", text % str(config.kv_connector_extra_config).replace("'", '"'))
+    with vllm_server(tmp_path, *options) as (server, port):
+        clients = [threading.Thread(target=quietly, args=(port, one)) for one in given]
+        for client in clients:
+            client.start()
+        while len(values(tmp_path / "store")) < 2:
+            assert any(client.is_alive() for client in clients)
+        kill(server)
+        for client in clients:
+            client.join()
+    with vllm_server(tmp_path, *options) as (_, port):
+        words = [stream(port, one)[0] for one in given]
+        assert [stream(port, one)[0] for one in given[:3]] == words[:3]
+        metrics = get(port, "/metrics")
+    found = {line.split("{")[0]: float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("vllm:kvfast_prompts_")}
+    assert {f"vllm:kvfast_prompts_{name}_total" for name in FIGURES} <= set(found)
+    assert found["vllm:kvfast_prompts_num_hits_total"] >= 1 and found["vllm:kvfast_prompts_num_restored_tokens_total"] >= CHUNK
+    with vllm_server(tmp_path) as (_, port):
+        assert [stream(port, one)[0] for one in given] == words
+
+
+def quietly(port, prompt):
+    try:
+        stream(port, prompt)
+    except (OSError, ValueError, AssertionError):
+        pass  # the server was killed
+
+
+def test_ranks_have_parts_of_their_own(tmp_path):
+    """Two processes that divide the heads of a model."""
+    save_model("llama", tmp_path)
+    save_tokenizer(tmp_path)
+    given, words = prompts((300, 500)), []
+    text = '{"kv_connector":"KVFastConnector","kv_role":"kv_both","kv_connector_extra_config":{"url":"%s"}}'
+    options = ("--kv-transfer-config", text % (tmp_path / "store"), "--tensor-parallel-size", "2")
+    for _ in range(2):
+        with vllm_server(tmp_path, *options) as (_, port):
+            words.append([stream(port, one)[0] for one in given])
+            metrics = get(port, "/metrics")
+    assert words[0] == words[1]
+    (restored,) = [line for line in metrics.splitlines() if line.startswith("vllm:kvfast_prompts_num_restored_tokens_total")]
+    assert float(restored.split()[-1]) == 256 + 384
+    sizes = [path.stat().st_size for path in values(tmp_path / "store")]
+    assert len(sizes) == 2 * (2 + 3) and len(set(sizes)) == 1

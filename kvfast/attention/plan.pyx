@@ -112,7 +112,9 @@ cdef class Plan:
             query.start = max(query.start, position // chunk * chunk)
         for i in range(self.num_spans):
             if self.spans[i, 0] <= position < self.spans[i, 1]:
-                query.start, query.stop = min(query.start, <Py_ssize_t>self.spans[i, 0]), max(query.stop, <Py_ssize_t>self.spans[i, 1])
+                query.stop = max(query.stop, <Py_ssize_t>self.spans[i, 1])
+                if not self.given.request.clamp_spans:
+                    query.start = min(query.start, <Py_ssize_t>self.spans[i, 0])
         query.sink_stop = min(max(self.given.request.num_sink_tokens, 0), query.start)
         query.parts = 0
 

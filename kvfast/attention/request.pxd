@@ -20,6 +20,7 @@ ctypedef struct kv_request:
     Py_ssize_t chunk           # attention_chunk_size; 0: none
     Py_ssize_t num_splits      # 0: as many as are fast
     bint causal
+    bint clamp_spans           # tokens of a span see no key before their window or chunk
     int threads                # that may work, at most
 
 

@@ -10,7 +10,15 @@ import kvfast
 
 TOKENS, HEADS, DIM = 300, 2, 32
 SPANS = [(0, 7), (40, 41), (90, 260)]
-OPTIONS = [{}, {"sliding_window": 50}, {"sliding_window": 200, "num_sink_tokens": 4}, {"softcap": 5.0}, {"attention_chunk_size": 64}]
+OPTIONS = [
+    {},
+    {"sliding_window": 50},
+    {"sliding_window": 200, "num_sink_tokens": 4},
+    {"softcap": 5.0},
+    {"attention_chunk_size": 64},
+    {"sliding_window": 50, "num_sink_tokens": 3, "clamp_spans": True},
+    {"attention_chunk_size": 64, "clamp_spans": True},
+]
 
 
 def tokens(rng, count=TOKENS):

@@ -250,6 +250,7 @@ class World:
         options = self.options(num_q_heads, window)
         if self.takes_spans and self.takes_windows and often(self.case.later, 0.1) and options.get("causal", True):
             options["spans"] = self.spans(track.layer_length(layer), n, window)
+            options["clamp_spans"] = often(self.case.later, 0.3)
         out, out_dtype = self.random_out((n, num_q_heads, self.out_dim))
         self.case.note("attend", layer, n, num_q_heads, out_dtype, options)
         try:

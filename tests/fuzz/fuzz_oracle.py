@@ -180,6 +180,7 @@ def exact_attention(
     alibi_slopes=None,
     attention_chunk_size=None,
     spans=None,
+    clamp_spans=False,
 ):
     """Attention of queries at the positions `at` to keys at `positions`; otherwise as `reference.attention`."""
     q, k, v = (one.astype(np.float64) for one in (q, k, v))
@@ -199,16 +200,17 @@ def exact_attention(
         slope = np.asarray(alibi_slopes, np.float64).reshape(heads, group, 1, 1)
         score = score + slope * distance
         size = size + np.abs(slope * distance)
-    hidden = np.zeros((n, length), bool)
-    if causal:
-        hidden |= distance > 0
+    gone = np.zeros((n, length), bool)
     if sliding_window:
-        hidden |= (distance <= -sliding_window) & (positions >= (num_sink_tokens or 0))
+        gone |= (distance <= -sliding_window) & (positions >= (num_sink_tokens or 0))
     if attention_chunk_size:
         first = at[:, None] // attention_chunk_size * attention_chunk_size
-        hidden |= (positions[None] < first) & (positions >= (num_sink_tokens or 0))
+        gone |= (positions[None] < first) & (positions >= (num_sink_tokens or 0))
+    hidden = gone | (distance > 0) if causal else gone
     for start, stop in spans or ():
-        hidden &= ~np.logical_and.outer((start <= at) & (at < stop), (start <= positions) & (positions < stop))
+        hidden = hidden & ~np.logical_and.outer((start <= at) & (at < stop), (start <= positions) & (positions < stop))
+    if clamp_spans:
+        hidden = hidden | gone
     score[..., hidden] = -np.inf
     size[..., hidden] = 0
     top, largest = score.max(-1), size.max(-1)

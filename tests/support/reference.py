@@ -19,6 +19,7 @@ def attention(
     alibi_slopes=None,
     attention_chunk_size=None,
     spans=None,
+    clamp_spans=False,
 ):
     """Attention of the last tokens: q (n, Hq, D), k (L, Hkv, D), v (L, Hkv, E) -> out (n, Hq, E), lse (n, Hq)."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
@@ -28,15 +29,16 @@ def attention(
     scale = dim**-0.5 if scale is None else scale
     at = length - n + np.arange(n)[:, None]
     key = np.arange(length)[None]
-    hidden = np.zeros((n, length), bool)
-    if causal:
-        hidden |= key > at
+    gone = np.zeros((n, length), bool)  # before a window or a chunk
     if sliding_window:
-        hidden |= (key <= at - sliding_window) & (key >= num_sink_tokens)
+        gone |= (key <= at - sliding_window) & (key >= num_sink_tokens)
     if attention_chunk_size:
-        hidden |= (key < at // attention_chunk_size * attention_chunk_size) & (key >= num_sink_tokens)
+        gone |= (key < at // attention_chunk_size * attention_chunk_size) & (key >= num_sink_tokens)
+    hidden = gone | (key > at) if causal else gone
     for start, stop in () if spans is None else spans:
-        hidden &= ~((start <= at) & (at < stop) & (start <= key) & (key < stop))
+        hidden = hidden & ~((start <= at) & (at < stop) & (start <= key) & (key < stop))
+    if clamp_spans:
+        hidden = hidden | gone
     out, lse = np.zeros((n, num_q_heads, v.shape[2])), np.zeros((n, num_q_heads))
     for kv_head in range(num_kv_heads):  # with all heads of queries that read it
         heads = slice(kv_head * group, (kv_head + 1) * group)

@@ -170,7 +170,7 @@ cdef class Handle:
         cdef kv_request request
         cdef kv_team team
         table.context(layer, &context)
-        if LOGS or q.tokens > context.length or not _request_of(options, q, rope_q, out, &request):
+        if LOGS or q.tokens > context.length or options.num_spans or not _request_of(options, q, rope_q, out, &request):
             return False
         if misfit(&request, store) != FITS or not has_finite_queries(&request):
             return False
@@ -227,7 +227,11 @@ cdef class Handle:
                 softcap=options.softcap, sliding_window=options.sliding_window or None,
                 num_sink_tokens=None if sinks == 0 else 0 if sinks == -1 else sinks,
                 sinks=_per_head(options.sinks, q.num_heads), alibi_slopes=_per_head(options.alibi_slopes, q.num_heads),
-                return_lse=options.lse != NULL, num_splits=options.num_splits, num_threads=options.num_threads or None)
+                return_lse=options.lse != NULL, num_splits=options.num_splits, num_threads=options.num_threads or None,
+                attention_chunk_size=options.attention_chunk_size or None, spans=_spans(options),
+                clamp_spans=options.clamp_spans)
+            if self.latent and (options.attention_chunk_size or options.num_spans):
+                raise ValueError("attention_chunk_size and spans must be 0 and NULL for latent rows")
             result = self.buffer.attend(layer, queries, None, settings, rope if rope.rows.dim else None)
             if options.lse != NULL:
                 lse = result[1]
@@ -293,6 +297,14 @@ cdef object _per_head(const float *values, Py_ssize_t heads):
     return None if values == NULL else [values[i] for i in range(heads)]
 
 
+cdef list _spans(const kvfast_options *options):
+    """Those of the options as Python has them."""
+    if options.num_spans < 0 or (options.spans == NULL and options.num_spans > 0):
+        raise ValueError(f"spans must have num_spans starts and stops, got {options.num_spans} and "
+                         f"{'NULL' if options.spans == NULL else 'an address'}")
+    return [(options.spans[2 * i], options.spans[2 * i + 1]) for i in range(options.num_spans)] or None
+
+
 cdef inline Py_ssize_t _itemsize(int dtype) noexcept nogil:
     return 4 if dtype == KV_FLOAT32 else 2
 
@@ -325,7 +337,7 @@ cdef float _scale(const kvfast_options *options, const kv_rows *q, const kv_rows
 
 cdef bint _request_of(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q, const kv_rows *out,
                       kv_request *request) noexcept nogil:
-    """Convert the arguments of a call; False if the number of threads is invalid."""
+    """Convert the arguments of a call without spans; False if they are invalid."""
     memset(request, 0, sizeof(kv_request))
     request.q, request.out, request.lse = q[0], out[0], options.lse
     if rope_q.dim:
@@ -334,8 +346,8 @@ cdef bint _request_of(const kvfast_options *options, const kv_rows *q, const kv_
     request.sinks, request.slopes = options.sinks, options.alibi_slopes
     request.window, request.num_splits, request.causal = options.sliding_window, options.num_splits, not options.not_causal
     request.num_sink_tokens = -1 if options.num_sink_tokens == 0 else max(options.num_sink_tokens, 0)
-    request.threads = most_threads(options.num_threads)
-    return 0 <= options.num_threads <= 1024
+    request.threads, request.chunk = most_threads(options.num_threads), options.attention_chunk_size
+    return 0 <= options.num_threads <= 1024 and (request.chunk == 0 or (request.chunk > 0 and request.causal and not rope_q.dim))
 
 
 cdef kvfast_cache *open(object cache) except NULL:

@@ -8,4 +8,5 @@ cdef class Options:
     cdef Py_ssize_t num_sink_tokens
     cdef readonly Py_ssize_t attention_chunk_size
     cdef public Py_ssize_t made_for    # layer length that the queries were rotated for; the call fails if it changed. -1: any
-    cdef bint causal, return_lse, clamp_spans
+    cdef bint causal, return_lse
+    cdef readonly bint clamp_spans

@@ -23,6 +23,7 @@ def attention(
     attention_chunk_size: int | None = ...,
     spans: ArrayLike | None = ...,
     clamp_spans: bool = ...,
+    parents: ArrayLike | None = ...,
 ) -> NDArray[Any]: ...
 @overload
 def attention(
@@ -44,6 +45,7 @@ def attention(
     attention_chunk_size: int | None = ...,
     spans: ArrayLike | None = ...,
     clamp_spans: bool = ...,
+    parents: ArrayLike | None = ...,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
 def merge_states(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike

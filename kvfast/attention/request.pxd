@@ -40,7 +40,7 @@ cdef class Request:
     cdef kv_request c
     cdef Rows q, sink_q, rope_q, target
     cdef object out, lse, sinks, slopes, num_threads
-    cdef object spans          # as given, of the sequence or of each sequence of a batch; see `Plan.use_spans`
+    cdef object spans, parents  # as given, of the sequence or of each sequence of a batch; see `Plan.use_spans` and `Plan.use_parents`
 
 
 cdef kv_misfit misfit(const kv_request *request, const kv_store *store) noexcept nogil

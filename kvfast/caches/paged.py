@@ -233,6 +233,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         attention_chunk_size: int | None = None,
         spans: Any = None,
         clamp_spans: bool = False,
+        parents: Any = None,
     ) -> Any:
         """Attention of a ragged batch, prompts and single tokens mixed.
 
@@ -257,7 +258,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         num_threads, attention_chunk_size, clamp_spans
             As in `KVCache.attend`. In a pool with a window, the window and sinks of the pool are the defaults and the
             largest values allowed.
-        spans : list with one entry per sequence, optional
+        spans, parents : list with one entry per sequence, optional
             As in `KVCache.attend`, or None for a sequence without them.
 
         Returns
@@ -285,6 +286,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
             attention_chunk_size,
             spans,
             clamp_spans,
+            parents,
         )
         return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)
 
@@ -308,6 +310,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         attention_chunk_size: int | None = None,
         spans: Any = None,
         clamp_spans: bool = False,
+        parents: Any = None,
     ) -> AttendPlan:
         """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
@@ -316,7 +319,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         layer, q, num_q_heads, dtype
             As in `KVCache.explain`.
         sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, sliding_window, num_sink_tokens, num_splits, \
-        num_threads, attention_chunk_size, spans, clamp_spans
+        num_threads, attention_chunk_size, spans, clamp_spans, parents
             As in `attend_batch`.
 
         Returns
@@ -332,6 +335,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
             attention_chunk_size=attention_chunk_size,
             spans=spans,
             clamp_spans=clamp_spans,
+            parents=parents,
         )
         return self._buffer.explain_batch(
             layer, q, num_q_heads, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade

@@ -125,6 +125,8 @@ class RingKVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
             return q, None
         if options.attention_chunk_size:
             raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
+        if options.parents is not None:
+            raise ValueError("parents must be None in a ring with a rope, which has rotated each draft for its row")
         n, length = _num_tokens(q), self.layer_length(layer)
         options.made_for = length
         first = max(0, length - n)

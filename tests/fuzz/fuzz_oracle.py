@@ -8,6 +8,7 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
+from reference import tree
 
 INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
 NOTHING = 1e-28  # queries and values below may count as nothing
@@ -181,6 +182,7 @@ def exact_attention(
     attention_chunk_size=None,
     spans=None,
     clamp_spans=False,
+    parents=None,
 ):
     """Attention of queries at the positions `at` to keys at `positions`; otherwise as `reference.attention`."""
     q, k, v = (one.astype(np.float64) for one in (q, k, v))
@@ -195,6 +197,10 @@ def exact_attention(
     if softcap:
         score = softcap * np.tanh(score / softcap)
         size = np.abs(score)
+    rows = positions
+    if parents:
+        places, keys, unrelated = tree(int(positions[-1]) + 1, n, parents)
+        at, positions, unrelated = places[:, 0], keys[0][rows], unrelated[:, rows]
     distance = positions[None] - at[:, None]
     if alibi_slopes is not None:
         slope = np.asarray(alibi_slopes, np.float64).reshape(heads, group, 1, 1)
@@ -211,6 +217,8 @@ def exact_attention(
         hidden = hidden & ~np.logical_and.outer((start <= at) & (at < stop), (start <= positions) & (positions < stop))
     if clamp_spans:
         hidden = hidden | gone
+    if parents:
+        hidden = hidden | unrelated
     score[..., hidden] = -np.inf
     size[..., hidden] = 0
     top, largest = score.max(-1), size.max(-1)

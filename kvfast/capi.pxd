@@ -52,6 +52,8 @@ cdef extern from "kvfast.h" nogil:
         const Py_ssize_t *spans
         Py_ssize_t num_spans
         int clamp_spans
+        const Py_ssize_t *parents
+        Py_ssize_t num_parents
 
     ctypedef struct kvfast_shape:
         int num_layers, num_kv_heads, head_dim

@@ -170,7 +170,9 @@ cdef class Handle:
         cdef kv_request request
         cdef kv_team team
         table.context(layer, &context)
-        if LOGS or q.tokens > context.length or options.num_spans or not _request_of(options, q, rope_q, out, &request):
+        if options.num_spans or options.num_parents or LOGS:
+            return False
+        if q.tokens > context.length or not _request_of(options, q, rope_q, out, &request):
             return False
         if misfit(&request, store) != FITS or not has_finite_queries(&request):
             return False
@@ -228,10 +230,11 @@ cdef class Handle:
                 num_sink_tokens=None if sinks == 0 else 0 if sinks == -1 else sinks,
                 sinks=_per_head(options.sinks, q.num_heads), alibi_slopes=_per_head(options.alibi_slopes, q.num_heads),
                 return_lse=options.lse != NULL, num_splits=options.num_splits, num_threads=options.num_threads or None,
-                attention_chunk_size=options.attention_chunk_size or None, spans=_spans(options),
-                clamp_spans=options.clamp_spans)
-            if self.latent and (options.attention_chunk_size or options.num_spans):
-                raise ValueError("attention_chunk_size and spans must be 0 and NULL for latent rows")
+                attention_chunk_size=options.attention_chunk_size or None,
+                spans=_integers(options.spans, options.num_spans, 2, "spans"), clamp_spans=options.clamp_spans,
+                parents=_integers(options.parents, options.num_parents, 1, "parents"))
+            if self.latent and (options.attention_chunk_size or options.num_spans or options.num_parents):
+                raise ValueError("attention_chunk_size, spans and parents must be 0 and NULL for latent rows")
             result = self.buffer.attend(layer, queries, None, settings, rope if rope.rows.dim else None)
             if options.lse != NULL:
                 lse = result[1]
@@ -297,12 +300,13 @@ cdef object _per_head(const float *values, Py_ssize_t heads):
     return None if values == NULL else [values[i] for i in range(heads)]
 
 
-cdef list _spans(const kvfast_options *options):
-    """Those of the options as Python has them."""
-    if options.num_spans < 0 or (options.spans == NULL and options.num_spans > 0):
-        raise ValueError(f"spans must have num_spans starts and stops, got {options.num_spans} and "
-                         f"{'NULL' if options.spans == NULL else 'an address'}")
-    return [(options.spans[2 * i], options.spans[2 * i + 1]) for i in range(options.num_spans)] or None
+cdef list _integers(const Py_ssize_t *given, Py_ssize_t count, int width, str name):
+    """An array of an option, as Python has it: `count` rows of `width` numbers, or None."""
+    if count < 0 or (given == NULL and count > 0):
+        raise ValueError(f"{name} must point to num_{name} of them, got {count} and {'NULL' if given == NULL else 'an address'}")
+    if width == 1:
+        return [given[i] for i in range(count)] or None
+    return [[given[width * i + j] for j in range(width)] for i in range(count)] or None
 
 
 cdef inline Py_ssize_t _itemsize(int dtype) noexcept nogil:
@@ -337,7 +341,7 @@ cdef float _scale(const kvfast_options *options, const kv_rows *q, const kv_rows
 
 cdef bint _request_of(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q, const kv_rows *out,
                       kv_request *request) noexcept nogil:
-    """Convert the arguments of a call without spans; False if they are invalid."""
+    """Convert the arguments of a call without spans and parents; False if they are invalid."""
     memset(request, 0, sizeof(kv_request))
     request.q, request.out, request.lse = q[0], out[0], options.lse
     if rope_q.dim:

@@ -71,6 +71,8 @@ typedef struct {
     const ptrdiff_t *spans;    /* (num_spans, 2), a start and a stop of each, or NULL */
     ptrdiff_t num_spans;
     int clamp_spans;
+    const ptrdiff_t *parents;  /* (num_parents,) of the drafts, which are the last tokens, or NULL */
+    ptrdiff_t num_parents;
 } kvfast_options;
 
 /* What the blocks of a PagedKVCache are like. */

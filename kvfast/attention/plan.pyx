@@ -108,7 +108,8 @@ cdef class Plan:
             return 0
         view = check_integers(given, name, np.int64, 1)
         if view.shape[0] > min(num_queries, <Py_ssize_t>MOST_DRAFTS):
-            raise ValueError(f"{name} must have at most {MOST_DRAFTS} drafts, and no more than the {num_queries} tokens of q, got {view.shape[0]}")
+            raise ValueError(f"{name} must have at most {MOST_DRAFTS} drafts, and no more than the {num_queries} tokens of q, got "
+                             f"{view.shape[0]}")
         ancestors = np.zeros(view.shape[0], np.uint64)
         for i in range(view.shape[0]):
             if not -1 <= view[i] < i:
@@ -148,10 +149,10 @@ cdef class Plan:
 
     cdef void sees_tree(self, kv_query *query, Py_ssize_t tree, uint64_t ancestors) noexcept nogil:
         """Set what a draft sees: positions before `tree`, where the drafts begin, and its ancestors. Its depth is its position."""
-        cdef Py_ssize_t depth = kv_count_bits(ancestors) - 1, hidden
+        cdef Py_ssize_t depth = kv_count_bits(ancestors) - 1, _hidden
         self.sees(query, tree + depth, tree + depth + 1)
         query.tree, query.stop = tree, tree
-        for hidden in range(query.start - tree):  # ancestors before a window or a chunk
+        for _hidden in range(query.start - tree):  # ancestors before a window or a chunk
             ancestors &= ancestors - 1
         if query.start > tree:
             query.start = tree

@@ -62,7 +62,7 @@ def test_beams(name):
 
 @pytest.mark.parametrize("dtype, limit", [("float32", 1e-5), ("int8", 0.1)])
 def test_a_conversation_with_a_second_image(name, dtype, limit):
-    """A prompt, a token after it, then another image behind what is cached, and a token again."""
+    """A prompt, a token after it, then another image, and a token again."""
     model, given = image_model(name), inputs(name, [6, None, 4, 1, 2, None, 5, 1])
     caches = {"kvfast": KVFastCache(model.config, dtype), "eager": transformers.DynamicCache(config=model.config)}
     for image, (first, last) in enumerate(((0, 26), (26, 27), (27, 50), (50, 51))):
@@ -238,7 +238,7 @@ def test_bidirectional_attention_is_one_span(llama):
 
 
 def test_windows_that_no_function_names(llama):
-    """An overlay that is laid over a causal mask is looked at, and refused where the layer has none."""
+    """An overlay that is laid over a causal mask is looked at, and refused where the layer has another window."""
     overlay = transformers.masking_utils.sliding_window_causal_mask_function(WINDOW)
     for n, refused in ((WINDOW, False), (WINDOW + 1, True)):
         _, (key, value) = received(llama, 1, n)

@@ -124,7 +124,7 @@ def config() -> dict[str, Any]:
     -------
     dict
     """
-    reading, source = _tuning.in_use()
+    prefetching, source = _tuning.in_use()
     return {
         "version": __version__,
         "active_isa": active_isa(),
@@ -132,7 +132,7 @@ def config() -> dict[str, Any]:
         "openmp": has_openmp(),
         "num_threads": get_num_threads(),
         "cpu_features": _cpu_features(),
-        "tuning": {**asdict(reading), "source": source},
+        "tuning": {**asdict(prefetching), "source": source},
     }
 
 

@@ -16,14 +16,14 @@ from kvfast.attention.plan cimport Plan
 from kvfast.attention.request cimport FITS, has_finite_queries, kv_request, misfit
 from kvfast.attention.run cimport LOGS, run_tasks
 from kvfast.attention.workspace cimport Workspace
-from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.codec.blocks cimport kv_context, kv_layout
 from kvfast.codec.encode cimport WRITTEN, encode_rows, work_of
 from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.flags cimport kv_drop, kv_take
 from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, active
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
 from kvfast.core.threads cimport gather_unwatched, kv_team, most_threads
-from kvfast.storage.sequences.sequence cimport SequenceBuffer
+from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.errors import CacheFullError, DimensionMismatchError, NonFiniteInputError
@@ -65,34 +65,34 @@ _CODES = (
 cdef class Handle:
     """The object that a kvfast_cache points to."""
     cdef object cache
-    cdef SequenceBuffer buffer
+    cdef SequenceStorage storage
     cdef Plan plan             # used by one thread at a time, in `quick_attend`
     cdef int busy              # whether a thread is in `quick_attend`
-    cdef void **tables         # (num_layers,) BlockTable of each layer, owned by the buffer
+    cdef void **tables         # (num_layers,) BlockTable of each layer, owned by the storage
     cdef Py_ssize_t *layers    # (num_layers,) number of the layer in its table
-    cdef bint is_paged         # a Sequence, which knows more about its tokens than the buffer does
+    cdef bint is_paged         # a Sequence, which knows more about its tokens than the storage does
     cdef bint latent
     cdef char text[MOST_TEXT]
 
     def __cinit__(self, cache):
-        from kvfast.caches.stored_sequence import StoredSequence, buffer_of
+        from kvfast.caches.stored_sequence import StoredSequence, storage_in
 
         cdef Py_ssize_t i
         if not isinstance(cache, StoredSequence):
             raise TypeError(f"cache must be a KVCache, RingKVCache, MLAKVCache or Sequence, got {type(cache).__name__}")
         if getattr(cache, "_rope", None) is not None:
             raise ValueError("the C interface needs rope=None, got a ring with a rope, which rotates queries and keys itself")
-        self.cache, self.buffer, self.is_paged = cache, buffer_of(cache), cache.is_paged
-        self.tables = <void **>calloc(self.buffer.num_layers, sizeof(void *))
-        self.layers = <Py_ssize_t *>calloc(self.buffer.num_layers, sizeof(Py_ssize_t))
+        self.cache, self.storage, self.is_paged = cache, storage_in(cache), cache.is_paged
+        self.tables = <void **>calloc(self.storage.num_layers, sizeof(void *))
+        self.layers = <Py_ssize_t *>calloc(self.storage.num_layers, sizeof(Py_ssize_t))
         if self.tables == NULL or self.layers == NULL:
             raise MemoryError("cannot allocate the layers of a cache")
-        for i, (table, layer) in enumerate(self.buffer.layer_tables):
+        for i, (table, layer) in enumerate(self.storage.layer_tables):
             self.tables[i], self.layers[i] = <void *>table, layer
         self.plan = Plan.__new__(Plan)
         self.plan.workspace = Workspace()
-        self.plan.workspace.secure = self.buffer.secure
-        self.latent = (<BlockTable>self.tables[0]).pool.stores.latent
+        self.plan.workspace.secure = self.storage.secure
+        self.latent = (<BlockTable>self.tables[0]).pool.layouts.latent
 
     def __dealloc__(self):
         free(self.tables)
@@ -109,7 +109,7 @@ cdef class Handle:
         return False
 
     cdef bint is_tidy(self) noexcept nogil:
-        return (not (<BlockTable>self.tables[0]).closed and self.buffer.segments is None
+        return (not (<BlockTable>self.tables[0]).closed and self.storage.segments is None
                 and PyList_GET_SIZE(<void *>(<BlockTable>self.tables[0]).pool.to_release) == 0)
 
     cdef void leave(self) noexcept nogil:
@@ -137,7 +137,7 @@ cdef class Handle:
             return False
         memset(rope, 0, sizeof(kv_rows))
         if self.latent:
-            if given.dim != latent_dim + (<BlockTable>self.tables[0]).pool.stores.v.head_dim:
+            if given.dim != latent_dim + (<BlockTable>self.tables[0]).pool.layouts.v.head_dim:
                 return False
             rope[0] = rows[0]
             rows.dim = latent_dim
@@ -147,25 +147,25 @@ cdef class Handle:
 
     cdef bint quick_append(self, BlockTable table, Py_ssize_t layer, const kv_rows *k, const kv_rows *v) noexcept nogil:
         cdef int64_t slots[QUICK_TOKENS]
-        cdef const kv_store *store = table.pool.stores + layer
+        cdef const kv_layout *layout = table.pool.layouts + layer
         cdef Py_ssize_t first = table.lengths[layer], n = k.tokens, i
         cdef kv_team team
-        if (n > QUICK_TOKENS or self.buffer.most >= 0 and first + n > self.buffer.most or v.tokens != n
-                or k.heads != store.num_kv_heads or k.dim != store.k.head_dim
-                or v.heads != store.num_kv_heads or v.dim != store.v.head_dim or not table.is_writable(first, first + n)):
+        if (n > QUICK_TOKENS or self.storage.most >= 0 and first + n > self.storage.most or v.tokens != n
+                or k.heads != layout.num_kv_heads or k.dim != layout.k.head_dim
+                or v.heads != layout.num_kv_heads or v.dim != layout.v.head_dim or not table.is_writable(first, first + n)):
             return False
         for i in range(n):
             slots[i] = table.map.slot(first + i)
         # If a value cannot be stored, the rows written so far follow the last token, where they are never read.
         gather_unwatched(&team, 0, work_of(k))
-        if encode_rows(store, k, v, NULL, slots, True, &team) != WRITTEN:
+        if encode_rows(layout, k, v, NULL, slots, True, &team) != WRITTEN:
             return False
         table.lengths[layer] += n
         return True
 
     cdef bint quick_attend(self, BlockTable table, Py_ssize_t layer, const kv_rows *q, const kv_rows *rope_q,
                            const kvfast_options *options, const kv_rows *out) noexcept nogil:
-        cdef const kv_store *store = table.pool.stores + layer
+        cdef const kv_layout *layout = table.pool.layouts + layer
         cdef kv_context context
         cdef kv_request request
         cdef kv_team team
@@ -174,15 +174,15 @@ cdef class Handle:
             return False
         if q.tokens > context.length or not _request_of(options, q, rope_q, out, &request):
             return False
-        if misfit(&request, store) != FITS or not has_finite_queries(&request):
+        if misfit(&request, layout) != FITS or not has_finite_queries(&request):
             return False
-        if not table.limit(&request.window, &request.num_sink_tokens) or not self.plan.begin(&request, store, 1):
+        if not table.limit(&request.window, &request.num_sink_tokens) or not self.plan.begin(&request, layout, 1):
             return False
         self.plan.ask(&context, 0, q.tokens)
         if not table.holds(self.plan.call.queries[0].start):
             return False
         self.plan.add(&context, 0, q.tokens, 0, 0)
-        if self.plan.wide and not store.latent:  # the workspace does not keep the matrix unit's memory
+        if self.plan.wide and not layout.latent:  # the workspace does not keep the matrix unit's memory
             return False
         gather_unwatched(&team, options.num_threads, <double>self.plan.work)
         if not self.plan.prepare(self.plan.workspace, team.threads):
@@ -193,10 +193,10 @@ cdef class Handle:
         cdef Py_ssize_t i, length = (<BlockTable>self.tables[0]).length
         if n < 1 or self.is_paged:
             return False
-        for i in range(self.buffer.num_layers):
+        for i in range(self.storage.num_layers):
             if (<BlockTable>self.tables[i]).lengths[self.layers[i]] != length + n or not (<BlockTable>self.tables[i]).just_counts(n):
                 return False
-        for i in range(self.buffer.num_layers):
+        for i in range(self.storage.num_layers):
             if (<BlockTable>self.tables[i]).length == length:  # not yet, for another layer of the table
                 (<BlockTable>self.tables[i]).count_tokens(n)
         return True
@@ -209,7 +209,7 @@ cdef class Handle:
             keys, values = self.open(k, "latent" if self.latent else "k")
             if not self.latent:
                 values, _ = self.open(v, "v")
-            self.buffer.append(layer, keys, values)
+            self.storage.append(layer, keys, values)
             return KVFAST_OK
         except BaseException as error:
             return self.failed(error)
@@ -235,7 +235,7 @@ cdef class Handle:
                 parents=_integers(options.parents, options.num_parents, 1, "parents"))
             if self.latent and (options.attention_chunk_size or options.num_spans or options.num_parents):
                 raise ValueError("attention_chunk_size, spans and parents must be 0 and NULL for latent rows")
-            result = self.buffer.attend(layer, queries, None, settings, rope if rope.rows.dim else None)
+            result = self.storage.attend(layer, queries, None, settings, rope if rope.rows.dim else None)
             if options.lse != NULL:
                 lse = result[1]
                 memcpy(options.lse, &lse[0, 0], lse.shape[0] * lse.shape[1] * sizeof(float))
@@ -245,7 +245,7 @@ cdef class Handle:
 
     cdef Py_ssize_t python_layer_length(self, int layer) noexcept with gil:
         try:
-            return self.buffer.layer_length(layer)
+            return self.storage.layer_length(layer)
         except BaseException as error:
             return self.failed(error)
 
@@ -370,7 +370,7 @@ cdef int append(kvfast_cache *cache, int layer, const kvfast_rows *k, const kvfa
     cdef bint done = False
     if cache == NULL:
         return KVFAST_INVALID
-    if (0 <= layer < (<Handle>cache).buffer.num_layers and (v == NULL) == (<Handle>cache).latent
+    if (0 <= layer < (<Handle>cache).storage.num_layers and (v == NULL) == (<Handle>cache).latent
             and (<Handle>cache).split(k, &keys, &rope) and (v == NULL or _convert(v, &values)) and (<Handle>cache).try_enter()):
         done = (<Handle>cache).quick_append(<BlockTable>(<Handle>cache).tables[layer], (<Handle>cache).layers[layer], &keys,
                                             &rope if v == NULL else &values)
@@ -388,7 +388,7 @@ cdef int attend(kvfast_cache *cache, int layer, const kvfast_rows *q, const kvfa
     if options == NULL:
         memset(&defaults, 0, sizeof(defaults))
         options = &defaults
-    if (0 <= layer < (<Handle>cache).buffer.num_layers and (<Handle>cache).split(q, &queries, &rope)
+    if (0 <= layer < (<Handle>cache).storage.num_layers and (<Handle>cache).split(q, &queries, &rope)
             and _convert(out, &target) and (<Handle>cache).try_enter_reading()):
         done = (<Handle>cache).quick_attend(<BlockTable>(<Handle>cache).tables[layer], (<Handle>cache).layers[layer], &queries,
                                             &rope, options, &target)
@@ -411,15 +411,15 @@ cdef int truncate(kvfast_cache *cache, Py_ssize_t n) noexcept nogil:
 
 
 cdef Py_ssize_t length(kvfast_cache *cache) noexcept nogil:
-    return KVFAST_INVALID if cache == NULL else (<BlockTable>(<Handle>cache).tables[0]).length + (<Handle>cache).buffer.base
+    return KVFAST_INVALID if cache == NULL else (<BlockTable>(<Handle>cache).tables[0]).length + (<Handle>cache).storage.base
 
 
 cdef Py_ssize_t layer_length(kvfast_cache *cache, int layer) noexcept nogil:
     if cache == NULL:
         return KVFAST_INVALID
-    if not 0 <= layer < (<Handle>cache).buffer.num_layers:
+    if not 0 <= layer < (<Handle>cache).storage.num_layers:
         return (<Handle>cache).python_layer_length(layer)
-    return (<BlockTable>(<Handle>cache).tables[layer]).lengths[(<Handle>cache).layers[layer]] + (<Handle>cache).buffer.base
+    return (<BlockTable>(<Handle>cache).tables[layer]).lengths[(<Handle>cache).layers[layer]] + (<Handle>cache).storage.base
 
 
 cdef const char *error(kvfast_cache *cache) noexcept nogil:

@@ -1,6 +1,6 @@
 """How work is cut: tiles, splits and blocks of query rows."""
 from kvfast.attention.tasks cimport kv_call, kv_item, kv_query
-from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.core.kernels cimport KV_FLOAT_ROWS, kv_kernels, kv_side
 
 
@@ -9,8 +9,8 @@ cdef inline Py_ssize_t token_bytes(const kv_side *side) noexcept nogil:
     return side.row_stride if side.family == KV_FLOAT_ROWS else side.scales // side.block_size
 
 
-cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_rows) noexcept nogil
-cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil
+cdef int choose_tile(const kv_layout *layout, const kv_kernels *kernels, bint few_rows) noexcept nogil
+cdef Py_ssize_t bytes_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil
 cdef Py_ssize_t split_tokens(const kv_call *call, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil
 cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil
 cdef bint cut_alike(const kv_call *call, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil

@@ -5,7 +5,7 @@ Splits depend only on the lengths of their item: a sequence gives the same bits 
 """
 from kvfast.attention.families cimport NO_PACKED_PANELS, NO_PANELS, panels_of
 from kvfast.attention.tasks cimport kv_given, kv_keys
-from kvfast.codec.blocks cimport kv_store, values_of
+from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_HALVES, KV_INT2, KV_INT3, KV_PACKED_CODES, kv_dtypes, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_LANES, KV_MATRIX_PANELS, KV_MATRIX_TILE, KV_PANELS, KV_ROWS, KV_TILE
 
@@ -50,9 +50,9 @@ cdef enum:
     MIN_LATENT_SPLIT_TOKENS = 2048
 
 
-cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil:
+cdef Py_ssize_t bytes_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil:
     """Bytes that attention reads of `tokens` tokens, in all heads."""
-    return store.num_kv_heads * tokens * (token_bytes(&store.k) + token_bytes(&store.v))
+    return layout.num_kv_heads * tokens * (token_bytes(&layout.k) + token_bytes(&layout.v))
 
 
 cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexcept nogil:
@@ -66,17 +66,17 @@ cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexc
     return tile
 
 
-cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_rows) noexcept nogil:
+cdef int choose_tile(const kv_layout *layout, const kv_kernels *kernels, bint few_rows) noexcept nogil:
     """Tokens of a tile; with `few_rows`, of float rows next to codes. It does not depend on the block size, so that every cache gives
     the same bits."""
     cdef bint wide = KV_X86 and not kernels.has_matrix
-    cdef bint unrotated = values_of(store).family != KV_FLOAT_ROWS and not values_of(store).rotated
+    cdef bint unrotated = values_of(layout).family != KV_FLOAT_ROWS and not values_of(layout).rotated
     cdef int tile = SHORT_TILE if unrotated else KV_TILE if wide else KV_MATRIX_TILE
     cdef Py_ssize_t most_bytes = FLOAT_TILE_BYTES if KV_X86 and not few_rows else FEW_ROWS_BYTES
-    if not wide and (store.k.family != KV_FLOAT_ROWS or store.v.family != KV_FLOAT_ROWS) and (
-            kv_dtypes[store.k.dtype].bits >= 8 or kv_dtypes[store.v.dtype].bits >= 8):
+    if not wide and (layout.k.family != KV_FLOAT_ROWS or layout.v.family != KV_FLOAT_ROWS) and (
+            kv_dtypes[layout.k.dtype].bits >= 8 or kv_dtypes[layout.v.dtype].bits >= 8):
         tile = INTEGER_TILE
-    return _limit_tile(_limit_tile(tile, &store.k, most_bytes), &store.v, most_bytes)
+    return _limit_tile(_limit_tile(tile, &layout.k, most_bytes), &layout.v, most_bytes)
 
 
 cdef Py_ssize_t split_tokens(const kv_call *call, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil:
@@ -86,9 +86,9 @@ cdef Py_ssize_t split_tokens(const kv_call *call, Py_ssize_t num_queries, Py_ssi
     if splits == 0:
         # A few queries are split as each of them would be alone; see `cut_alike`.
         units = num_queries if num_queries > KV_FEW_QUERIES else 1
-        units = given.store.num_kv_heads * ((units * call.group + KV_ROWS - 1) // KV_ROWS)
+        units = given.layout.num_kv_heads * ((units * call.group + KV_ROWS - 1) // KV_ROWS)
         least = MIN_SPLIT_TOKENS
-        if given.store.latent:
+        if given.layout.latent:
             units, least = (units + LATENT_PANELS - 1) // LATENT_PANELS, MIN_LATENT_SPLIT_TOKENS
         least = min(max(units * SPLIT_TOKENS_PER_UNIT, least), <Py_ssize_t>MAX_SPLIT_TOKENS)
         splits = min(ENOUGH_TASKS // units, span // least)
@@ -112,16 +112,16 @@ cdef bint cut_alike(const kv_call *call, const kv_query *a, const kv_query *b, P
 
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
     """Set the number of query rows of each task of an item; returns what panels of them are multiplied with, as `panels_of` does."""
-    cdef const kv_store *store = (<const kv_given *>call.given).store
+    cdef const kv_layout *layout = (<const kv_given *>call.given).layout
     cdef Py_ssize_t length = (<const kv_keys *>item.keys).context.length
     cdef Py_ssize_t panels = (item.num_queries * call.group + KV_ROWS - 1) // KV_ROWS
-    cdef int kind = panels_of(call.kernels, store)
+    cdef int kind = panels_of(call.kernels, layout)
     cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2
     item.block_rows, item.row_blocks = KV_ROWS, panels
     if kind == NO_PANELS or panels == 1:
         return NO_PANELS
     # A single token of latent rows has enough query heads, and every single token then goes this way.
-    if not (store.latent and call.group > KV_ROWS) and (
+    if not (layout.latent and call.group > KV_ROWS) and (
             length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)
             or (not call.kernels.has_matrix and item.num_queries * call.group < least)):
         return NO_PANELS
@@ -140,8 +140,8 @@ cdef Py_ssize_t _choose_row_blocks(const kv_call *call, Py_ssize_t panels, Py_ss
     """
     cdef const kv_given *given = <const kv_given *>call.given
     cdef Py_ssize_t most = KV_PANELS if not call.kernels.has_matrix else KV_MATRIX_PANELS
-    cdef Py_ssize_t operands = LATENT_OPERANDS if given.store.latent else OPERANDS
-    cdef Py_ssize_t tasks = given.store.num_kv_heads * splits, threads = max(1, given.request.threads)
+    cdef Py_ssize_t operands = LATENT_OPERANDS if given.layout.latent else OPERANDS
+    cdef Py_ssize_t tasks = given.layout.num_kv_heads * splits, threads = max(1, given.request.threads)
     cdef Py_ssize_t blocks = (panels + most - 1) // most, best = blocks, least_time = 0, size, rounds, time
     while True:
         size, rounds = (panels + blocks - 1) // blocks, (tasks * blocks + threads - 1) // threads

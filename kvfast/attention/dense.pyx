@@ -10,7 +10,7 @@ from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, open_request
 from kvfast.attention.run cimport run_plan
 from kvfast.attention.workspace cimport Workspace
-from kvfast.codec.blocks cimport init_rows, kv_chunk, kv_context, kv_store
+from kvfast.codec.blocks cimport init_rows, kv_slab, kv_context, kv_layout
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, kv_rows, open_rows, width_of
 from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_TILE
 
@@ -61,11 +61,11 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
         For more queries than `k` has tokens, with ``causal=False``, too; and as `kvfast.KVCache.attend`.
     """
     cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
-    cdef kv_store store
+    cdef kv_layout layout
     cdef kv_context context
     cdef Plan plan
     cdef Request request
-    cdef kv_chunk chunk
+    cdef kv_slab slab
     cdef Rows given_keys = keys, given_values = values
     cdef Py_ssize_t head_dim = keys.rows.dim, v_head_dim = values.rows.dim
     if keys.rows.tokens != values.rows.tokens or keys.rows.heads != values.rows.heads:
@@ -79,20 +79,20 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     if not _is_like_a_block(&values.rows):
         values = open_rows(_padded(v), "v")
     memset(&context, 0, sizeof(context))
-    init_rows(&store, &chunk, keys.rows.heads, keys.rows.dtype, head_dim, values.rows.dtype, v_head_dim)
-    store.k.row_stride, store.v.row_stride = keys.rows.token_stride, values.rows.token_stride
-    chunk.k_block_stride, chunk.v_block_stride = KV_TILE * store.k.row_stride, KV_TILE * store.v.row_stride
-    chunk.v = <intptr_t>values.rows.data - <intptr_t>keys.rows.data
-    chunk.k_head_stride, chunk.v_head_stride = keys.rows.head_stride, values.rows.head_stride
-    store.base = keys.rows.data
+    init_rows(&layout, &slab, keys.rows.heads, keys.rows.dtype, head_dim, values.rows.dtype, v_head_dim)
+    layout.k.row_stride, layout.v.row_stride = keys.rows.token_stride, values.rows.token_stride
+    slab.k_block_stride, slab.v_block_stride = KV_TILE * layout.k.row_stride, KV_TILE * layout.v.row_stride
+    slab.v = <intptr_t>values.rows.data - <intptr_t>keys.rows.data
+    slab.k_head_stride, slab.v_head_stride = keys.rows.head_stride, values.rows.head_stride
+    layout.base = keys.rows.data
     context.length = keys.rows.tokens
-    request = open_request(&store, q, Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
+    request = open_request(&layout, q, Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
                                               return_lse, num_splits, num_threads, attention_chunk_size, spans, clamp_spans, parents))
     check_apart(&request.c.out, &given_keys.rows, "k")
     check_apart(&request.c.out, &given_values.rows, "v")
     if request.c.q.tokens > context.length:
         raise ValueError(f"q must hold at most the {context.length} tokens of k and v, got {request.c.q.tokens}")
-    plan = open_plan(request, &store, Workspace(), 1)
+    plan = open_plan(request, &layout, Workspace(), 1)
     plan.use_spans(request.spans, "spans", context.length)
     plan.use_parents(request.parents, "parents", request.c.q.tokens)
     plan.ask(&context, 0, request.c.q.tokens)

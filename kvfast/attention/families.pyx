@@ -7,21 +7,21 @@ of its own (``simd/panels_amx``). `cuts` tells from which number of rows and tok
 """
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport init_side, kv_store
+from kvfast.codec.blocks cimport init_side, kv_layout
 from kvfast.core.kernels cimport KV_FLOAT32, KV_FLOAT_ROWS, KV_HALVES, KV_INTEGERS, KV_PACKED_CODES, compiled, kv_kernels
 from kvfast.core.limits cimport KV_LANES
 
 from kvfast.codec.dtypes import ROWS
 
 
-cdef int panels_of(const kv_kernels *kernels, const kv_store *store) noexcept nogil:
-    """What panels of a store are multiplied with: KV_INTEGERS, KV_HALVES, NO_PANELS or NO_PACKED_PANELS."""
-    cdef int kind = KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS else KV_INTEGERS
+cdef int panels_of(const kv_kernels *kernels, const kv_layout *layout) noexcept nogil:
+    """What panels of a layout are multiplied with: KV_INTEGERS, KV_HALVES, NO_PANELS or NO_PACKED_PANELS."""
+    cdef int kind = KV_HALVES if layout.k.family == KV_FLOAT_ROWS and layout.v.family == KV_FLOAT_ROWS else KV_INTEGERS
     # Panels multiply 16-bit numbers, which lose bits of float32; and they read rows where they lie.
-    if (kernels.attend_panels[kind] == NULL or store.decode != NULL or store.k.dtype == KV_FLOAT32
-            or store.v.dtype == KV_FLOAT32):
+    if (kernels.attend_panels[kind] == NULL or layout.decode != NULL or layout.k.dtype == KV_FLOAT32
+            or layout.v.dtype == KV_FLOAT32):
         return NO_PANELS
-    if kernels.has_matrix and (store.k.family == KV_PACKED_CODES or store.v.family == KV_PACKED_CODES):
+    if kernels.has_matrix and (layout.k.family == KV_PACKED_CODES or layout.v.family == KV_PACKED_CODES):
         return NO_PACKED_PANELS
     return kind
 
@@ -35,7 +35,7 @@ def families():
         ``families()["amx"]["int8"]`` is ``"matrix"``; others are ``"words"`` and ``"vectors"``.
     """
     cdef const kv_kernels *kernels
-    cdef kv_store store
+    cdef kv_layout layout
     cdef int number
     found, tier = {}, 0
     while True:
@@ -45,8 +45,8 @@ def families():
         tier += 1
         names = found[kernels.isa.decode()] = {}
         for number, row in enumerate(ROWS):
-            memset(&store, 0, sizeof(store))
-            init_side(&store.k, number, KV_LANES, KV_LANES)
-            store.v = store.k
+            memset(&layout, 0, sizeof(layout))
+            init_side(&layout.k, number, KV_LANES, KV_LANES)
+            layout.v = layout.k
             panels = "matrix" if kernels.has_matrix else "words"
-            names[row.number.lower()] = panels if panels_of(kernels, &store) >= 0 else "vectors"
+            names[row.number.lower()] = panels if panels_of(kernels, &layout) >= 0 else "vectors"

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint64_t
 from kvfast.attention.request cimport Request, kv_request
 from kvfast.attention.tasks cimport kv_call, kv_given, kv_item, kv_keys, kv_query
 from kvfast.attention.workspace cimport Workspace
-from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.codec.blocks cimport kv_context, kv_layout
 
 
 cdef class Plan:
@@ -24,7 +24,7 @@ cdef class Plan:
     cdef Py_ssize_t num_drafts
     cdef bint packed           # whether packed codes keep the matrix unit from being used
 
-    cdef bint begin(self, const kv_request *request, const kv_store *store, Py_ssize_t contexts) noexcept nogil
+    cdef bint begin(self, const kv_request *request, const kv_layout *layout, Py_ssize_t contexts) noexcept nogil
     cdef bint reserve_queries(self, Py_ssize_t queries, Py_ssize_t contexts) noexcept nogil
     cdef int use_spans(self, object spans, str name, Py_ssize_t length) except -1
     cdef int use_parents(self, object parents, str name, Py_ssize_t num_queries) except -1
@@ -40,5 +40,5 @@ cdef class Plan:
     cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil
 
 
-cdef Plan open_plan(Request request, const kv_store *store, Workspace workspace, Py_ssize_t contexts)
+cdef Plan open_plan(Request request, const kv_layout *layout, Workspace workspace, Py_ssize_t contexts)
 cdef object no_memory()

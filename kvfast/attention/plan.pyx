@@ -13,7 +13,7 @@ from kvfast.attention.request cimport Request, kv_request
 from kvfast.attention.tasks cimport (kv_add_item, kv_call, kv_count_bits, kv_cut_context, kv_given, kv_item, kv_keys, kv_partial_floats,
                                      kv_query)
 from kvfast.attention.workspace cimport DECODED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, Workspace
-from kvfast.codec.blocks cimport kv_context, kv_store, values_of
+from kvfast.codec.blocks cimport kv_context, kv_layout, values_of
 from kvfast.core.checks cimport check_integers
 from kvfast.core.flags cimport kv_drop
 from kvfast.core.kernels cimport active, kv_rope_scratch, kv_wide_scratch
@@ -30,11 +30,11 @@ cdef enum:
     MOST_DRAFTS = 64
 
 
-cdef Plan open_plan(Request request, const kv_store *store, Workspace workspace, Py_ssize_t contexts):
+cdef Plan open_plan(Request request, const kv_layout *layout, Workspace workspace, Py_ssize_t contexts):
     """A plan without tasks, for up to `contexts` contexts, which `ask` and `add` bring."""
     cdef Plan self = Plan.__new__(Plan)
     self.workspace = workspace.lend()
-    if not self.begin(&request.c, store, contexts):
+    if not self.begin(&request.c, layout, contexts):
         raise no_memory()
     return self
 
@@ -49,19 +49,19 @@ cdef class Plan:
         if self.workspace is not None:
             kv_drop(&self.workspace.lent)
 
-    cdef bint begin(self, const kv_request *request, const kv_store *store, Py_ssize_t contexts) noexcept nogil:
-        """Begin a plan of a request that fits the store; False if out of memory."""
+    cdef bint begin(self, const kv_request *request, const kv_layout *layout, Py_ssize_t contexts) noexcept nogil:
+        """Begin a plan of a request that fits the layout; False if out of memory."""
         memset(&self.call, 0, sizeof(kv_call))
         memset(&self.given, 0, sizeof(kv_given))
         self.work = self.context = self.uncounted = 0
         self.wide = self.packed = self.bad = False
         self.num_spans = self.num_drafts = 0
-        self.given.request, self.given.store, self.given.bad = request[0], store, &self.bad
-        self.call.given, self.call.kernels, self.call.values, self.call.sinks = &self.given, active(), values_of(store), request.sinks
-        self.call.num_q_heads, self.call.group = request.q.heads, <int>(request.q.heads // store.num_kv_heads)
-        self.given.tile = choose_tile(store, self.call.kernels, False)
-        if store.floats != NULL:
-            self.given.float_tile = choose_tile(store.floats, self.call.kernels, True)
+        self.given.request, self.given.layout, self.given.bad = request[0], layout, &self.bad
+        self.call.given, self.call.kernels, self.call.values, self.call.sinks = &self.given, active(), values_of(layout), request.sinks
+        self.call.num_q_heads, self.call.group = request.q.heads, <int>(request.q.heads // layout.num_kv_heads)
+        self.given.tile = choose_tile(layout, self.call.kernels, False)
+        if layout.floats != NULL:
+            self.given.float_tile = choose_tile(layout.floats, self.call.kernels, True)
         return self.reserve_queries(request.q.tokens, contexts)
 
     cdef bint reserve_queries(self, Py_ssize_t queries, Py_ssize_t contexts) noexcept nogil:
@@ -207,7 +207,7 @@ cdef class Plan:
             self.wide, self.given.wide_kind = True, panels
         self.packed = self.packed or panels == NO_PACKED_PANELS
         kv_add_item(&self.call)
-        self.work += <Py_ssize_t>(bytes_of(self.given.store, span) * max(1.0, item.num_queries * self.call.group / 8.0))
+        self.work += <Py_ssize_t>(bytes_of(self.given.layout, span) * max(1.0, item.num_queries * self.call.group / 8.0))
 
     cdef void join(self, Py_ssize_t first_item) noexcept nogil:
         """Let the last item continue the one before it, if that is not before `first_item` and their tasks have the same rows.
@@ -221,7 +221,7 @@ cdef class Plan:
         if (self.call.num_items - 2 < first_item or item.num_queries <= KV_FEW_QUERIES or item.num_queries != before.num_queries
                 or self.call.queries[item.first_query].token != self.call.queries[before.first_query].token
                 or item.splits > 1 or before.splits > 1 or item.block_rows != before.block_rows
-                or rows * self.given.store.num_kv_heads <= (LEAST_JOINED_TASKS - 1) * LEAST_JOINED_PANELS * KV_ROWS):
+                or rows * self.given.layout.num_kv_heads <= (LEAST_JOINED_TASKS - 1) * LEAST_JOINED_PANELS * KV_ROWS):
             return
         item.continues, item.part = True, before.part
         self.call.num_tasks = item.first_task
@@ -259,10 +259,10 @@ cdef class Plan:
             self.given.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
         if self.given.request.rope_q.data != NULL:
             self.given.rope = <kv_rope_scratch *>self.workspace.reserve(ROPE, threads * sizeof(kv_rope_scratch))
-        if self.given.store.decode != NULL:
-            self.given.decoded_size = self.given.tile * max(self.given.store.k.padded_dim, self.given.store.v.padded_dim)
+        if self.given.layout.decode != NULL:
+            self.given.decoded_size = self.given.tile * max(self.given.layout.k.padded_dim, self.given.layout.v.padded_dim)
             self.given.decoded = <uint16_t *>self.workspace.reserve(DECODED, threads * self.given.decoded_size * sizeof(uint16_t))
         self.given.scratch = <void **>self.workspace.reserve(SCRATCH, threads * sizeof(void *))
         return (self.given.scratch != NULL and (parts == 0 or self.call.partials != NULL) and (not self.wide or self.given.wide != NULL)
                 and (self.given.request.rope_q.data == NULL or self.given.rope != NULL)
-                and (self.given.store.decode == NULL or self.given.decoded != NULL))
+                and (self.given.layout.decode == NULL or self.given.decoded != NULL))

@@ -1,6 +1,6 @@
 """The first step of attention: the arguments of a call, checked. `plan` cuts the work, and `run` does it."""
 from kvfast.attention.options cimport Options
-from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.core.arrays cimport Rows, kv_rows
 
 
@@ -24,7 +24,7 @@ ctypedef struct kv_request:
     int threads                # that may work, at most
 
 
-# Why a request does not fit a store.
+# Why a request does not fit a layout.
 cdef enum kv_misfit:
     FITS
     DIM_OF_Q
@@ -43,7 +43,7 @@ cdef class Request:
     cdef object spans, parents  # as given, of the sequence or of each sequence of a batch; see `Plan.use_spans` and `Plan.use_parents`
 
 
-cdef kv_misfit misfit(const kv_request *request, const kv_store *store) noexcept nogil
+cdef kv_misfit misfit(const kv_request *request, const kv_layout *layout) noexcept nogil
 cdef bint has_finite_queries(const kv_request *request) noexcept nogil
-cdef Request open_request(const kv_store *store, object q, Options options, object sink_q=*, object rope_q=*)
-cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store)
+cdef Request open_request(const kv_layout *layout, object q, Options options, object sink_q=*, object rope_q=*)
+cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_layout *layout)

@@ -12,7 +12,7 @@ from libc.math cimport isfinite
 from libc.string cimport memset
 
 from kvfast.attention.options cimport Options
-from kvfast.codec.blocks cimport kv_store, values_of
+from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.codec.dtypes cimport parse_dtype
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, find_unstorable, kv_rows, open_output, open_rows, overlap
 from kvfast.core.checks cimport check_count, check_number, check_per_head
@@ -40,17 +40,17 @@ cdef bint has_finite_queries(const kv_request *request) noexcept nogil:
             and (request.rope_q.data == NULL or find_unstorable(&request.rope_q, KV_MAX_FLOAT32, row, &at, NULL) < 0))
 
 
-cdef kv_misfit _misfit_of_q(const kv_rows *q, const kv_store *store) noexcept nogil:
-    if q.dim != store.k.head_dim:
+cdef kv_misfit _misfit_of_q(const kv_rows *q, const kv_layout *layout) noexcept nogil:
+    if q.dim != layout.k.head_dim:
         return DIM_OF_Q
-    return HEADS_OF_Q if q.heads % store.num_kv_heads else FITS
+    return HEADS_OF_Q if q.heads % layout.num_kv_heads else FITS
 
 
-cdef kv_misfit misfit(const kv_request *request, const kv_store *store) noexcept nogil:
-    """The first thing in a request that does not fit a store, or FITS."""
+cdef kv_misfit misfit(const kv_request *request, const kv_layout *layout) noexcept nogil:
+    """The first thing in a request that does not fit a layout, or FITS."""
     cdef const kv_rows *q = &request.q
     cdef const kv_rows *out = &request.out
-    cdef kv_misfit found = _misfit_of_q(q, store)
+    cdef kv_misfit found = _misfit_of_q(q, layout)
     if found != FITS:
         return found
     if (request.window < 0 or request.num_splits < 0 or request.threads < 1 or not isfinite(request.scale)
@@ -59,15 +59,15 @@ cdef kv_misfit misfit(const kv_request *request, const kv_store *store) noexcept
         return NUMBERS
     if q.data == NULL:
         return FITS
-    if out.tokens != q.tokens or out.heads != q.heads or out.dim != values_of(store).head_dim:
+    if out.tokens != q.tokens or out.heads != q.heads or out.dim != values_of(layout).head_dim:
         return SHAPE_OF_OUT
     if overlap(out, q):
         return OUT_OVER_Q
     return OUT_OVER_ROPE if request.rope_q.data != NULL and overlap(out, &request.rope_q) else FITS
 
 
-cdef Request open_request(const kv_store *store, object q, Options options, object sink_q=None, object rope_q=None):
-    """Check the arguments of a call on a store.
+cdef Request open_request(const kv_layout *layout, object q, Options options, object sink_q=None, object rope_q=None):
+    """Check the arguments of a call on a layout.
 
     `q` has the shape (tokens, heads, head_dim); for `explain`, it is `imagined_rows`. `sink_q` are the queries for the sink tokens, and
     `rope_q` the rotary part of queries to latent rows, (tokens, heads, rope_dim).
@@ -81,7 +81,7 @@ cdef Request open_request(const kv_store *store, object q, Options options, obje
     c.threads = most_threads(given if type(given) is int and 0 < given <= 1024 else 0)
     self.q = open_rows(q, "q")
     c.q = self.q.rows
-    _refuse(self, _misfit_of_q(&c.q, store), store)
+    _refuse(self, _misfit_of_q(&c.q, layout), layout)
     c.scale = 1.0 / math.sqrt(c.q.dim) if options.scale is None else check_number(options.scale, "scale", False)
     if options.softcap is not None and options.softcap != 0:
         c.softcap = check_number(options.softcap, "softcap", True)
@@ -108,10 +108,10 @@ cdef Request open_request(const kv_store *store, object q, Options options, obje
             check_finite(self.rope_q, "the rotary part of q", KV_MAX_FLOAT32, "float32")
         self.out = options.out
         if self.out is None:
-            self.out = np.empty((c.q.tokens, c.q.heads, values_of(store).head_dim), np.float32)
+            self.out = np.empty((c.q.tokens, c.q.heads, values_of(layout).head_dim), np.float32)
         self.target = open_output(self.out, "out")
         c.out = self.target.rows
-    _refuse(self, misfit(c, store), store)
+    _refuse(self, misfit(c, layout), layout)
     if type(options.out) is np.ndarray and (np.may_share_memory(self.out, self.sinks) or np.may_share_memory(self.out, self.slopes)):
         raise ValueError("out must not share memory with sinks or alibi_slopes")
     if options.return_lse and c.q.data != NULL:
@@ -120,21 +120,21 @@ cdef Request open_request(const kv_store *store, object q, Options options, obje
     return self
 
 
-cdef int _refuse(Request self, kv_misfit found, const kv_store *store) except -1:
+cdef int _refuse(Request self, kv_misfit found, const kv_layout *layout) except -1:
     """Raise for what does not fit. Those of the NUMBERS that are beyond float32 are the only ones that have passed their conversion."""
     cdef const kv_rows *q = &self.c.q
     cdef const kv_rows *out = &self.c.out
     if found == DIM_OF_Q:
-        raise DimensionMismatchError(f"q must have head_dim {store.k.head_dim}, got {q.dim}")
+        raise DimensionMismatchError(f"q must have head_dim {layout.k.head_dim}, got {q.dim}")
     if found == HEADS_OF_Q:
-        swapped = q.tokens % store.num_kv_heads == 0
-        raise DimensionMismatchError(f"the heads of q, its second axis, must be a multiple of the {store.num_kv_heads} KV heads, got "
+        swapped = q.tokens % layout.num_kv_heads == 0
+        raise DimensionMismatchError(f"the heads of q, its second axis, must be a multiple of the {layout.num_kv_heads} KV heads, got "
                                      f"{q.heads}" + (": if the first has them, pass q.transpose(1, 0, 2)" if swapped else ""))
     if found == NUMBERS:
         raise ValueError(f"scale and softcap must be within float32 (+-{KV_MAX_FLOAT32:g}), got {self.c.scale:g} and "
                          f"{self.c.softcap:g}")
     if found == SHAPE_OF_OUT:
-        raise DimensionMismatchError(f"out must have shape ({q.tokens}, {q.heads}, {values_of(store).head_dim}), "
+        raise DimensionMismatchError(f"out must have shape ({q.tokens}, {q.heads}, {values_of(layout).head_dim}), "
                                      f"got ({out.tokens}, {out.heads}, {out.dim})")
     if found == OUT_OVER_Q:
         check_apart(out, q, "q")
@@ -143,7 +143,7 @@ cdef int _refuse(Request self, kv_misfit found, const kv_store *store) except -1
     return 0
 
 
-cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store):
+cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_layout *layout):
     """Rows without data, from an array, a shape or a number of tokens."""
     cdef Rows self = Rows.__new__(Rows), given
     if getattr(q, "ndim", 0):  # an array, of NumPy or another library
@@ -153,7 +153,7 @@ cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_sto
         return self
     shape = q
     if not isinstance(q, (tuple, list)):
-        shape = q, store.num_kv_heads if num_q_heads is None else num_q_heads, store.k.head_dim
+        shape = q, layout.num_kv_heads if num_q_heads is None else num_q_heads, layout.k.head_dim
     if len(shape) != 3:
         raise DimensionMismatchError(f"q must have 3 dimensions (num_tokens, num_heads, head_dim), got shape {shown(q)}")
     self.rows.tokens = check_count(shape[0], "the tokens of q", 1, KV_MAX_TOKENS)

@@ -9,7 +9,7 @@ from kvfast.attention.spans cimport read
 from kvfast.attention.tasks cimport (kv_attend_task, kv_call, kv_given, kv_item, kv_merge, kv_open_task, kv_own, kv_query,
                                      kv_read_items, kv_source, kv_task, kv_traffic)
 from kvfast.attention.workspace cimport Workspace
-from kvfast.codec.blocks cimport kv_store, values_of
+from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport check_stopped, kv_watch
@@ -38,7 +38,7 @@ cdef object run_plan(Request request, Plan plan):
     cdef kv_team team
     cdef bint done
     # A megabyte or two per thread: only caches of latent rows keep it, as every token of theirs needs it.
-    cdef Workspace scratch = Workspace() if plan.wide and not plan.given.store.latent else plan.workspace
+    cdef Workspace scratch = Workspace() if plan.wide and not plan.given.layout.latent else plan.workspace
     scratch.secure = plan.workspace.secure
     gather(&team, request.num_threads, <double>plan.work)
     if not plan.prepare(scratch, team.threads):
@@ -58,7 +58,7 @@ cdef object run_plan(Request request, Plan plan):
 
 cdef object explain_plan(Request request, Plan plan, str storage):
     """The AttendPlan of a call, which is not run."""
-    cdef const kv_store *store = plan.given.store
+    cdef const kv_layout *layout = plan.given.layout
     cdef kv_traffic traffic
     cdef void *scratch
     cdef kv_item *item
@@ -82,30 +82,30 @@ cdef object explain_plan(Request request, Plan plan, str storage):
         rows = max(rows, min(item.num_queries * plan.call.group, <Py_ssize_t>item.block_rows))
     return AttendPlan(
         isa=plan.call.kernels.isa.decode(), storage=storage,
-        kernels=_kernels_of(store) + panels,
-        float_kernels=() if store.floats == NULL else _kernels_of(store.floats),
+        kernels=_kernels_of(layout) + panels,
+        float_kernels=() if layout.floats == NULL else _kernels_of(layout.floats),
         q_shape=(request.c.q.tokens, request.c.q.heads, request.c.q.dim), q_dtype=dtype_name(request.c.q.dtype),
-        num_kv_heads=store.num_kv_heads, v_head_dim=values_of(store).head_dim, context=plan.context, uncounted=plan.uncounted,
+        num_kv_heads=layout.num_kv_heads, v_head_dim=values_of(layout).head_dim, context=plan.context, uncounted=plan.uncounted,
         tile=plan.given.tile, float_tile=plan.given.float_tile, rows=rows, num_threads=threads, num_tasks=plan.call.num_tasks,
         items=tuple(items), code_bytes=traffic.codes, scale_bytes=traffic.scales, float_bytes=traffic.floats,
         operations=int(traffic.operations), notes=tuple([text for _, text in _notes(request, plan, threads)]))
 
 
 cdef list _notes(Request request, Plan plan, int threads):
-    cdef const kv_store *store = plan.given.store
-    # In a store of latent rows v is the rotary part. Notes describe the width of the latents alone.
-    sides = {store.k.head_dim: store.k.rotated}
-    if not store.latent:
-        sides[store.v.head_dim] = sides.get(store.v.head_dim, False) or store.v.rotated
+    cdef const kv_layout *layout = plan.given.layout
+    # In a layout of latent rows v is the rotary part. Notes describe the width of the latents alone.
+    sides = {layout.k.head_dim: layout.k.rotated}
+    if not layout.latent:
+        sides[layout.v.head_dim] = sides.get(layout.v.head_dim, False) or layout.v.rotated
     return slow_paths.notes(sides, plan.work, threads, plan.call.num_tasks, request.num_threads, plan.packed,
-                            plan.uncounted if store.seals and plan.uncounted > request.c.q.tokens else 0)
+                            plan.uncounted if layout.seals and plan.uncounted > request.c.q.tokens else 0)
 
 
-cdef tuple _kernels_of(const kv_store *store):
-    """Names of the kernels that read a store's keys and values, as in the kernel table."""
-    if store.latent:
-        return f"scores_{codes_name(store.k.dtype)}", "accumulate_latent"
-    return f"scores_{codes_name(store.k.dtype)}", f"accumulate_{codes_name(store.v.dtype)}"
+cdef tuple _kernels_of(const kv_layout *layout):
+    """Names of the kernels that read a layout's keys and values, as in the kernel table."""
+    if layout.latent:
+        return f"scores_{codes_name(layout.k.dtype)}", "accumulate_latent"
+    return f"scores_{codes_name(layout.k.dtype)}", f"accumulate_{codes_name(layout.v.dtype)}"
 
 
 cdef bint run_tasks(kv_call *call, kv_team *team) noexcept nogil:
@@ -145,7 +145,7 @@ cdef int _attend(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
         kv_read_items(&task)
         return 0
     kv_attend_task(&task)
-    if given.store.secure:
+    if given.layout.secure:
         kv_wipe_pages(<char *>own, sizeof(kv_own))
         kv_wipe_stack()
     return 0
@@ -176,6 +176,6 @@ cdef int _merge(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noe
         return 0
     for q_head in range(call.num_q_heads):
         kv_merge(call, query, q_head, sums)
-    if (<const kv_given *>call.given).store.secure:
+    if (<const kv_given *>call.given).layout.secure:
         kv_wipe(sums, sizeof(sums))
     return 0

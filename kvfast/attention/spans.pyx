@@ -6,33 +6,33 @@ from libc.stdint cimport uint64_t
 from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_count_bits, kv_first_bit, kv_given, kv_item, kv_own, kv_query,
                                      kv_query_of, kv_task, own_of)
 from kvfast.attention.tiles cimport attend_range, kv_range, load, step_of, touch, touch_first_floats, touch_sinks
-from kvfast.codec.blocks cimport block_of, kv_context, kv_store, patched_from
+from kvfast.codec.blocks cimport block_of, kv_context, kv_layout, patched_from
 from kvfast.core.limits cimport KV_TASK_ROWS
 
 
-cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil:
+cdef Py_ssize_t floats_from(const kv_layout *layout, const kv_context *context, Py_ssize_t position) noexcept nogil:
     """First position that a query reads from float rows, apart from the start of the sequence. Where tokens have both
     codes and float rows, the query's own position decides."""
     cdef Py_ssize_t codes
-    if not store.seals:
+    if not layout.seals:
         return context.length
-    codes = (position - store.open_tokens) >> store.block_shift << store.block_shift if position > store.open_tokens else 0
+    codes = (position - layout.open_tokens) >> layout.block_shift << layout.block_shift if position > layout.open_tokens else 0
     return max(context.floats_begin, min(codes, context.codes_end))
 
 
-cdef Py_ssize_t _next_patch(const kv_store *store, const kv_context *context, Py_ssize_t position, Py_ssize_t end,
+cdef Py_ssize_t _next_patch(const kv_layout *layout, const kv_context *context, Py_ssize_t position, Py_ssize_t end,
                             Py_ssize_t *stop) noexcept nogil:
     """The first position from `position` on that keeps its float rows, as part of a patched block; `stop` is where these
     end. `end` if there is none."""
-    cdef Py_ssize_t index = position >> store.block_shift, begin
+    cdef Py_ssize_t index = position >> layout.block_shift, begin
     stop[0] = end
-    if store.kept_codes == NULL or store.num_patched[0] == 0:
+    if layout.kept_codes == NULL or layout.num_patched[0] == 0:
         return end
-    while index << store.block_shift < end:
+    while index << layout.block_shift < end:
         if index < context.sink_blocks or index >= context.sink_blocks + context.skipped:
-            begin = (index << store.block_shift) + patched_from(store, block_of(context, index))
-            if begin < min((index + 1) << store.block_shift, end):
-                stop[0] = min((index + 1) << store.block_shift, end)
+            begin = (index << layout.block_shift) + patched_from(layout, block_of(context, index))
+            if begin < min((index + 1) << layout.block_shift, end):
+                stop[0] = min((index + 1) << layout.block_shift, end)
                 return max(begin, position)
         index += 1
     return end
@@ -72,14 +72,14 @@ cdef void read(kv_task *task) noexcept nogil:
     # Prefetch the first keys: no earlier tile did.
     if sinks_end > 0:
         touch_sinks(task, sinks_end)
-    if not given.store.seals or begin < keys_of(task).context.floats_begin:
+    if not given.layout.seals or begin < keys_of(task).context.floats_begin:
         touch(task, begin, given.tile)
-    if given.store.float_tokens and (sinks_end > 0 or begin < given.store.float_tokens):
+    if given.layout.float_tokens and (sinks_end > 0 or begin < given.layout.float_tokens):
         touch_first_floats(task)
 
     if sinks_end > 0:
         load(task, &given.request.q if given.request.sink_q.data == NULL else &given.request.sink_q)
-        rest = kv_range(given.store, given.tile, begin, end)
+        rest = kv_range(given.layout, given.tile, begin, end)
         _attend_span(task, 0, sinks_end, _ZEROS, own.sink_stops, &rest)
     if sinks_end == 0 or given.request.sink_q.data != NULL:
         load(task, &given.request.q)
@@ -124,25 +124,25 @@ cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py
                        const Py_ssize_t *stops, const kv_range *following) noexcept nogil:
     """Read the positions begin, where a tile or a block begins, to end, from codes and from float rows."""
     cdef const kv_given *given = given_of(task)
-    cdef const kv_store *store = given.store
+    cdef const kv_layout *layout = given.layout
     cdef const kv_context *context = &keys_of(task).context
     cdef kv_own *own = own_of(task)
     cdef kv_range ranges[3]   # codes up to the next patch, the newest tokens, the first tokens (prefetched long before)
     cdef kv_range patch
     cdef Py_ssize_t codes_end, position
-    cdef Py_ssize_t some_floats = end, all_codes = 0, first = store.float_tokens
+    cdef Py_ssize_t some_floats = end, all_codes = 0, first = layout.float_tokens
     cdef bint sees_first = False
     cdef Py_ssize_t *from_floats = own.from_floats
     cdef Py_ssize_t *lower = own.lower
     cdef Py_ssize_t *upper = own.upper
     cdef const kv_range *after
     cdef int i, r, step = step_of(task)
-    ranges[0] = kv_range(store, given.tile, begin, end)
-    if store.floats == NULL:
+    ranges[0] = kv_range(layout, given.tile, begin, end)
+    if layout.floats == NULL:
         attend_range(task, &ranges[0], starts, stops, following)
         return
     for r in range(task.rows):
-        from_floats[r] = floats_from(store, context, task.call.queries[own.tokens[r]].position)
+        from_floats[r] = floats_from(layout, context, task.call.queries[own.tokens[r]].position)
         if max(starts[r], first, from_floats[r]) < stops[r]:
             some_floats = min(some_floats, from_floats[r])
         sees_first = sees_first or starts[r] < min(stops[r], first)
@@ -151,14 +151,14 @@ cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py
     # a ring's window may have left the start. Tiles of float rows begin at multiples of their size, wherever a window
     # begins: what lies before `begin` is masked.
     ranges[0].end = min(all_codes, end)
-    ranges[2] = kv_range(store.floats, given.float_tile, begin, min(first, end) if sees_first else begin)
-    ranges[1] = kv_range(store.floats, given.float_tile, end, end)
+    ranges[2] = kv_range(layout.floats, given.float_tile, begin, min(first, end) if sees_first else begin)
+    ranges[1] = kv_range(layout.floats, given.float_tile, end, end)
     if some_floats < end:
         ranges[1].begin = max(begin, some_floats) // given.float_tile * given.float_tile
     codes_end, position = ranges[0].end, begin
-    patch = kv_range(store.floats, given.float_tile, 0, 0)
+    patch = kv_range(layout.floats, given.float_tile, 0, 0)
     while True:
-        ranges[0].end = _next_patch(store, context, position, codes_end, &patch.end)
+        ranges[0].end = _next_patch(layout, context, position, codes_end, &patch.end)
         if ranges[0].end >= codes_end:
             break
         patch.begin = ranges[0].end // given.float_tile * given.float_tile

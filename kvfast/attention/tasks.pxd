@@ -2,7 +2,7 @@
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 
 from kvfast.attention.request cimport kv_request
-from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.codec.blocks cimport kv_context, kv_layout
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport (kv_kernels, kv_room, kv_rope_scratch, kv_score_options, kv_scratch, kv_side, kv_transform,
                                   kv_wide_scratch)
@@ -88,7 +88,7 @@ ctypedef struct kv_traffic:
 
 # What a call is given besides what every walk has.
 ctypedef struct kv_given:
-    const kv_store *store
+    const kv_layout *layout
     kv_request request
     int tile                   # tokens between two softmax corrections
     int float_tile             # the same for float rows

@@ -1,12 +1,12 @@
 """How one task of attention loads its query rows, and reads keys and values."""
 from kvfast.attention.tasks cimport kv_task
-from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.core.arrays cimport kv_rows
 
 
-# Positions begin to end of a sequence, which are read from one store tile by tile.
+# Positions begin to end of a sequence, which are read from one layout tile by tile.
 ctypedef struct kv_range:
-    const kv_store *store
+    const kv_layout *layout
     int tile
     Py_ssize_t begin, end
 

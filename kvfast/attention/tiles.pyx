@@ -9,7 +9,7 @@ from libc.string cimport memset
 
 from kvfast.attention.cuts cimport token_bytes
 from kvfast.attention.tasks cimport given_of, keys_of, kv_given, kv_num_blocks, kv_own, kv_traffic, own_of
-from kvfast.codec.blocks cimport (KV_TO_QUERIES, block_of, change_key_basis, k_block_at, k_offset_of, kv_context, kv_store, piece_of,
+from kvfast.codec.blocks cimport (KV_TO_QUERIES, block_of, change_key_basis, k_block_at, k_offset_of, kv_context, kv_layout, piece_of,
                                   v_block_at, v_offset_of)
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport is_stopped
@@ -27,32 +27,32 @@ cdef extern from *:
 cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
     """Load the queries of the task's rows, in the basis of the keys."""
     cdef const kv_given *given = given_of(task)
-    cdef const kv_store *store = given.store
+    cdef const kv_layout *layout = given.layout
     cdef kv_own *own = own_of(task)
-    cdef const kv_side *rope = &store.v if own.rope != NULL else NULL
+    cdef const kv_side *rope = &layout.v if own.rope != NULL else NULL
     # Whether the words of all keys are codes; see simd/panels_vnni/codes.inc.h.
-    cdef bint exact = (store.floats == NULL and store.k.family != KV_FLOAT_ROWS and store.k.channels == 0
+    cdef bint exact = (layout.floats == NULL and layout.k.family != KV_FLOAT_ROWS and layout.k.channels == 0
                        and (rope == NULL or (rope.family != KV_FLOAT_ROWS and rope.channels == 0)))
     cdef int i
     if given.traffic != NULL:
         return
     if task.wide == NULL:
-        _load_rows(task, q, &store.k, 0, task.rows, task.narrow.rows)
+        _load_rows(task, q, &layout.k, 0, task.rows, task.narrow.rows)
         if rope != NULL:
             _load_rows(task, &given.request.rope_q, rope, 0, task.rows, own.rope.rows)
         return
     for i in range(kv_num_blocks(task)):
-        _load_rows(task, q, &store.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
+        _load_rows(task, q, &layout.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
         if rope != NULL:
             _load_rows(task, &given.request.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
-        task.call.kernels.prepare_panel[given.wide_kind](&store.k, task.wide.rows, rope, task.wide.rope_rows, given.request.scale,
+        task.call.kernels.prepare_panel[given.wide_kind](&layout.k, task.wide.rows, rope, task.wide.rope_rows, given.request.scale,
                                                          exact, task.wide.panels + i)
 
 
 cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count, float *rows) noexcept nogil:
     """Load `count` rows as floats; rows beyond those of the task are 0."""
     cdef const kv_kernels *kernels = task.call.kernels
-    cdef const kv_store *store = given_of(task).store
+    cdef const kv_layout *layout = given_of(task).layout
     cdef const kv_own *own = own_of(task)
     cdef int r, given = min(count, task.rows - first)
     cdef Py_ssize_t token
@@ -64,8 +64,8 @@ cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, in
             kernels.transform(row, k.head_dim, 1, k.head_dim, &keys_of(task).rotation, row, k.head_dim)
         memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
         row += k.padded_dim
-    if k == &store.k:
-        change_key_basis(kernels, store, task.head, KV_TO_QUERIES, rows, k.padded_dim, given, rows, k.padded_dim)
+    if k == &layout.k:
+        change_key_basis(kernels, layout, task.head, KV_TO_QUERIES, rows, k.padded_dim, given, rows, k.padded_dim)
     elif k.rotated:
         kernels.rotate(rows, k.padded_dim, given, k.head_dim, rows, k.padded_dim)
     memset(row, 0, (count - given) * k.padded_dim * sizeof(float))
@@ -74,24 +74,24 @@ cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, in
 cdef int step_of(const kv_task *task) noexcept nogil:
     """A task may begin to read codes at multiples of this: panels where their tiles begin, as these sum tokens in groups that lie at
     the same positions for all rows; a few rows at a block, too."""
-    return KV_MATRIX_TILE if task.wide != NULL else min(given_of(task).tile, given_of(task).store.k.block_size)
+    return KV_MATRIX_TILE if task.wide != NULL else min(given_of(task).tile, given_of(task).layout.k.block_size)
 
 
-cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t position, int tile, kv_tile *k,
+cdef inline void _locate(const kv_task *task, const kv_layout *layout, Py_ssize_t position, int tile, kv_tile *k,
                          kv_tile *v) noexcept nogil:
-    """Find the blocks of the tile at `position`, or its pieces in the store of float rows.
+    """Find the blocks of the tile at `position`, or its pieces in the layout of float rows.
 
     A position without a block is mapped to any block that exists: its tokens are masked or only prefetched, so the
     address just has to be readable.
     """
     cdef const kv_context *context = &keys_of(task).context
-    cdef const kv_store *blocks = given_of(task).store
-    cdef int shift = store.block_shift, coarser = blocks.block_shift - shift, i
-    cdef bint floats = store != blocks   # a piece has as many tokens as the smallest block
+    cdef const kv_layout *blocks = given_of(task).layout
+    cdef int shift = layout.block_shift, coarser = blocks.block_shift - shift, i
+    cdef bint floats = layout != blocks  # a piece has as many tokens as the smallest block
     cdef Py_ssize_t index = position >> shift, last = (context.length - 1) >> shift, at
     cdef int32_t block, piece
-    k.base = v.base = store.base
-    k.first = v.first = <int>(position & (store.k.block_size - 1))
+    k.base = v.base = layout.base
+    k.first = v.first = <int>(position & (layout.k.block_size - 1))
     for i in range(max(tile >> shift, 1)):
         at = min(index + i, last) >> coarser
         if at >= context.sink_blocks:
@@ -100,8 +100,8 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
         if floats:
             piece = piece_of(blocks, block, min(index + i, last) * KV_PIECE & (blocks.k.block_size - 1))
             block = max(piece, 0)
-        k.at[i] = k_offset_of(store, block, task.head)
-        v.at[i] = v_offset_of(store, block, task.head)
+        k.at[i] = k_offset_of(layout, block, task.head)
+        v.at[i] = v_offset_of(layout, block, task.head)
 
 
 cdef inline void _aim(kv_prefetch *prefetch, const kv_side *side, kv_tile *tile, int tokens,
@@ -131,7 +131,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
                          const Py_ssize_t *stops) noexcept nogil:
     """Read a range in panels. Tiles end at multiples of KV_MATRIX_TILE, so that a row's result does not depend on
     the other rows of its task."""
-    cdef const kv_store *store = range_.store
+    cdef const kv_layout *layout = range_.layout
     cdef kv_panel *panels = task.wide.panels
     cdef kv_panel *panel
     cdef kv_tile keys[2]
@@ -150,10 +150,10 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
             return
         next_t = min((t // KV_MATRIX_TILE + 1) * KV_MATRIX_TILE, range_.end)
         if t <= range_.begin:
-            _locate(task, store, t, KV_MATRIX_TILE, &keys[now], &values[now])
+            _locate(task, layout, t, KV_MATRIX_TILE, &keys[now], &values[now])
         keys[now].count = values[now].count = count = <int>(next_t - t)
         if next_t < range_.end:
-            _locate(task, store, next_t, KV_MATRIX_TILE, &keys[1 - now], &values[1 - now])
+            _locate(task, layout, next_t, KV_MATRIX_TILE, &keys[1 - now], &values[1 - now])
             keys[1 - now].count = values[1 - now].count = <int>min(<Py_ssize_t>KV_MATRIX_TILE, range_.end - next_t)
         else:
             keys[1 - now], values[1 - now] = keys[now], values[now]
@@ -169,7 +169,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
                 all_seen = count
         if seen:
             task.call.kernels.attend_panels[given_of(task).wide_kind](
-                &store.k, &store.v, &keys[now], &values[now], &keys[1 - now], &values[1 - now], t,
+                &layout.k, &layout.v, &keys[now], &values[now], &keys[1 - now], &values[1 - now], t,
                 &task.wide.operands, panels, panels_used)
         now = 1 - now
         t = next_t
@@ -180,10 +180,10 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     """Read a range with vectors. Tiles end at multiples of their size, so that a row's result does not depend on the other rows of
     its task. The first one may begin later: at a block, after tokens that no row sees."""
     cdef const kv_kernels *kernels = task.call.kernels
-    cdef const kv_store *store = range_.store
-    cdef const kv_store *next_store = store
-    cdef const kv_side *k = &store.k
-    cdef const kv_side *v = &store.v
+    cdef const kv_layout *layout = range_.layout
+    cdef const kv_layout *next_layout = layout
+    cdef const kv_side *k = &layout.k
+    cdef const kv_side *v = &layout.v
     cdef kv_own *own = own_of(task)
     cdef kv_scratch *scratch = task.narrow
     cdef kv_softmax *state = &scratch.softmax
@@ -196,16 +196,16 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef Py_ssize_t t = range_.begin, end = range_.end, next_t, next_count
     cdef Py_ssize_t k_bytes = token_bytes(k) * tile, v_bytes = token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
     # A pass can only prefetch the other side where whole panels of one fit a piece of the other, and latent rows are one side alone.
-    cdef bint own_side = store.latent or (int8_by_side() and k.dtype == KV_INT8 and v.dtype == KV_INT8) or (
+    cdef bint own_side = layout.latent or (int8_by_side() and k.dtype == KV_INT8 and v.dtype == KV_INT8) or (
         v_bytes > 0 and lead % min(k_bytes, v_bytes) != 0)
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     kernels.prepare[k.dtype](k, scratch.rows, task.rows, given_of(task).request.scale, &scratch.queries)
-    if not store.latent and not kv_bends(&task.options):
+    if not layout.latent and not kv_bends(&task.options):
         scratch.queries.most = state.m
     if own.rope != NULL:
         kernels.prepare[v.dtype](v, own.rope.rows, task.rows, given_of(task).request.scale, &own.rope.queries)
-    _locate(task, store, t, tile, &keys[0], &values[0])
+    _locate(task, layout, t, tile, &keys[0], &values[0])
     while t < end:
         if is_stopped(given_of(task).watch):
             break
@@ -215,26 +215,26 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         next_keys, next_values = &keys[1 - now], &values[1 - now]
         next_count = max(end - next_t, <Py_ssize_t>1)
         if next_t < end and keys[now].first + (next_t - t) < k.block_size:  # the next tile is in the same block
-            next_keys.base = next_values.base = store.base
+            next_keys.base = next_values.base = layout.base
             next_keys.at[0], next_values.at[0] = keys[now].at[0], values[now].at[0]
             next_keys.first = next_values.first = keys[now].first + <int>(next_t - t)
         elif next_t < end or following == NULL:
-            _locate(task, store, next_t if next_t < end else t, tile, next_keys, next_values)
+            _locate(task, layout, next_t if next_t < end else t, tile, next_keys, next_values)
         else:
-            next_store = following.store
+            next_layout = following.layout
             next_tile, next_count = following.tile, following.end - following.begin
-            _locate(task, next_store, following.begin, next_tile, next_keys, next_values)
+            _locate(task, next_layout, following.begin, next_tile, next_keys, next_values)
         for r in range(task.rows):
             first[r] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
-        if store.decode != NULL:
-            _decode(task, k, store.k_codes, t, count, &keys[now], &ahead)
+        if layout.decode != NULL:
+            _decode(task, k, layout.k_codes, t, count, &keys[now], &ahead)
         elif own_side:
-            _aim(&ahead.next, &next_store.k, next_keys, next_tile, next_count)
+            _aim(&ahead.next, &next_layout.k, next_keys, next_tile, next_count)
             ahead.after, ahead.lead = ahead.next, 0
         else:
             _aim(&ahead.next, v, &values[now], <int>(next_t - t), count)
-            _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
+            _aim(&ahead.after, &next_layout.k, next_keys, next_tile, next_count)
             ahead.lead = lead - k_bytes
         kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
         if own.rope != NULL:
@@ -243,17 +243,17 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
                 kernels.scale_add(state.weights + r * KV_TILE, 1.0, own.rope.scores + r * KV_TILE, 1.0,
                                   (count + KV_LANES - 1) // KV_LANES * KV_LANES)
         kernels.softmax(state, task.rows, count, first, last, t, &task.options)
-        if store.latent:  # the rows are in the processor's cache, and now they are values
+        if layout.latent:  # the rows are in the processor's cache, and now they are values
             kernels.accumulate_latent(k, state, task.rows, &keys[now], &ahead, scratch.acc)
         else:
-            if store.decode != NULL:
-                _decode(task, v, store.v_codes, t, count, &values[now], &ahead)
+            if layout.decode != NULL:
+                _decode(task, v, layout.v_codes, t, count, &values[now], &ahead)
             elif own_side:
-                _aim(&ahead.next, &next_store.v, next_values, next_tile, next_count)
+                _aim(&ahead.next, &next_layout.v, next_values, next_tile, next_count)
                 ahead.after = ahead.next
             else:
                 ahead.next = ahead.after
-                _aim(&ahead.after, &next_store.v, next_values, next_tile, next_count)
+                _aim(&ahead.after, &next_layout.v, next_values, next_tile, next_count)
                 ahead.lead = lead - v_bytes
             kernels.accumulate[v.dtype](v, state, task.rows, &values[now], &ahead, scratch.acc)
         now = 1 - now
@@ -268,7 +268,7 @@ cdef inline void _decode(const kv_task *task, const kv_side *side, const void *c
     cdef uint16_t *rows = own_of(task).decoded
     if side.padded_dim > side.head_dim or count < given.tile:
         memset(rows, 0, given.tile * side.row_stride)
-    given.store.decode(task.call.kernels, codes, side, task.head, t, count, rows, &ahead.next)
+    given.layout.decode(task.call.kernels, codes, side, task.head, t, count, rows, &ahead.next)
     tile.base, tile.at[0], tile.first = <const char *>rows, 0, 0
     ahead.after, ahead.lead = ahead.next, 0
 
@@ -280,7 +280,7 @@ cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
     cdef Py_ssize_t tokens, blocks
     cdef int i
     for i in range(2):
-        side = &range_.store.v if i else &range_.store.k
+        side = &range_.layout.v if i else &range_.layout.k
         tokens = range_.end - range_.begin
         if side.family == KV_FLOAT_ROWS:
             traffic.floats += tokens * side.row_stride
@@ -291,43 +291,43 @@ cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
             if side.means:
                 blocks = (range_.end - 1) // side.block_size - range_.begin // side.block_size + 1
                 traffic.scales += blocks * (side.bytes - side.means)
-        traffic.operations += 2.0 * task.rows * tokens * side.padded_dim * (2 if range_.store.latent and i == 0 else 1)
+        traffic.operations += 2.0 * task.rows * tokens * side.padded_dim * (2 if range_.layout.latent and i == 0 else 1)
 
 
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil:
     """Prefetch the keys of `tokens` tokens from a position on, as far as its block goes."""
-    cdef const kv_store *store = given_of(task).store
+    cdef const kv_layout *layout = given_of(task).layout
     cdef kv_tile k, v
-    cdef Py_ssize_t size = token_bytes(&store.k)
-    _locate(task, store, position, given_of(task).tile, &k, &v)
-    kv_touch(store.base + k.at[0] + k.first * size, min(tokens, store.k.block_size - k.first) * size)
+    cdef Py_ssize_t size = token_bytes(&layout.k)
+    _locate(task, layout, position, given_of(task).tile, &k, &v)
+    kv_touch(layout.base + k.at[0] + k.first * size, min(tokens, layout.k.block_size - k.first) * size)
 
 
 cdef void touch_first_floats(const kv_task *task) noexcept nogil:
     """Prefetch the float rows at the start of the sequence, if it still has them."""
-    cdef const kv_store *store = given_of(task).store
+    cdef const kv_layout *layout = given_of(task).layout
     cdef const kv_context *context = &keys_of(task).context
     cdef int32_t piece
     if context.skipped and not context.sink_blocks:
         return
-    piece = piece_of(store, block_of(context, 0), 0)
+    piece = piece_of(layout, block_of(context, 0), 0)
     if piece < 0:
         return
-    kv_touch(k_block_at(store.floats, piece, task.head), store.float_tokens * store.floats.k.row_stride)
-    kv_touch(v_block_at(store.floats, piece, task.head), store.float_tokens * store.floats.v.row_stride)
+    kv_touch(k_block_at(layout.floats, piece, task.head), layout.float_tokens * layout.floats.k.row_stride)
+    kv_touch(v_block_at(layout.floats, piece, task.head), layout.float_tokens * layout.floats.v.row_stride)
 
 
 cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
     """Prefetch the keys and values of the sink tokens. They start a block, and their values are spread over its lane
     tiles."""
-    cdef const kv_store *store = given_of(task).store
-    cdef const kv_side *v = &store.v
-    cdef const char *block = v_block_at(store, block_of(&keys_of(task).context, 0), task.head)
+    cdef const kv_layout *layout = given_of(task).layout
+    cdef const kv_side *v = &layout.v
+    cdef const char *block = v_block_at(layout, block_of(&keys_of(task).context, 0), task.head)
     cdef Py_ssize_t lane_tiles = 1 if v.family == KV_FLOAT_ROWS else v.padded_dim // KV_LANES
     cdef Py_ssize_t stride = token_bytes(v) * v.block_size // lane_tiles, i
     tokens = min((tokens + KV_LANES - 1) // KV_LANES * KV_LANES, <Py_ssize_t>v.block_size)
     touch(task, 0, tokens)
     for i in range(lane_tiles):
         kv_touch(block + i * stride, stride // v.block_size * tokens)
-    kv_touch(k_block_at(store, block_of(&keys_of(task).context, 0), task.head) + store.k.scales, tokens * 4)
+    kv_touch(k_block_at(layout, block_of(&keys_of(task).context, 0), task.head) + layout.k.scales, tokens * 4)
     kv_touch(block + v.scales, tokens * 4)

@@ -65,7 +65,7 @@ def load(
             raise ValueError("mmap must be False for a Snapshot: it maps files")
         if calibration is not None:
             raise ValueError("calibration must be None for a Snapshot, which has its own")
-        settings, buffer = source._settings, source._copied(max_seq_len)
+        settings, storage = source._settings, source._copied(max_seq_len)
     else:
-        settings, buffer, *_ = cache_file.read(source, mmap, max_seq_len, calibration)
-    return CLASSES[settings["kind"]]._over(settings, buffer)
+        settings, storage, *_ = cache_file.read(source, mmap, max_seq_len, calibration)
+    return CLASSES[settings["kind"]]._over(settings, storage)

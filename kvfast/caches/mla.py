@@ -46,7 +46,7 @@ class LatentSequence:
         CacheFullError
             If the layer would hold more than `max_seq_len` tokens.
         """
-        self._buffer.append(layer, *self._row_parts(latent))
+        self._storage.append(layer, *self._row_parts(latent))
 
     def append_kv(self, layer: int, k: ArrayLike, v: ArrayLike, down_k: ArrayLike, down_v: ArrayLike) -> None:
         """Store tokens given as keys and values of all heads, through down-projections.
@@ -172,7 +172,7 @@ class LatentSequence:
         """
         latent, rope = self._query_parts(q)
         options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits, num_threads)
-        return self._buffer.attend(layer, latent, None, options, rope)
+        return self._storage.attend(layer, latent, None, options, rope)
 
     def explain(
         self,
@@ -205,7 +205,7 @@ class LatentSequence:
         """
         shape = self._latent_shape(q, num_q_heads)
         options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
-        return self._buffer.explain(layer, shape, None, dtype, options)
+        return self._storage.explain(layer, shape, None, dtype, options)
 
 
 def _floats(array, name):

@@ -54,7 +54,7 @@ class _Heads:
         DimensionMismatchError, NonFiniteInputError, TypeError
         """
         q = self._queries(queries)
-        return scores(self._cache._buffer, q, self._first, self._count, softmax, num_threads)
+        return scores(self._cache._storage, q, self._first, self._count, softmax, num_threads)
 
     def attend(self, queries: ArrayLike, *, num_threads: int | None = None) -> NDArray[np.float32]:
         """Attention of each query to all tokens of its head, computed on the stored bytes.
@@ -75,16 +75,16 @@ class _Heads:
             If the cache is empty.
         """
         q = self._queries(queries)
-        out = attend_heads(self._cache._buffer, q, self._first, self._count, Options(num_threads=num_threads))
+        out = attend_heads(self._cache._storage, q, self._first, self._count, Options(num_threads=num_threads))
         return self._signed(out, q.shape[1])[0]
 
     def k(self) -> NDArray[np.float32]:
         """Decoded keys, rotated back: ndarray of shape (len(cache), num_heads, head_dim), float32."""
-        return self._signed(rows_of(self._cache._buffer, self._first, self._count, False), self._count)
+        return self._signed(rows_of(self._cache._storage, self._first, self._count, False), self._count)
 
     def v(self) -> NDArray[np.float32]:
         """Decoded values; see `k`."""
-        return self._signed(rows_of(self._cache._buffer, self._first, self._count, True), self._count)
+        return self._signed(rows_of(self._cache._storage, self._first, self._count, True), self._count)
 
     @property
     def is_empty(self) -> bool:
@@ -101,12 +101,12 @@ class _Heads:
     @property
     def nbytes_used(self) -> int:
         """Bytes of the blocks that hold tokens."""
-        return self._cache._buffer.nbytes_used * self._count // self._cache.num_heads
+        return self._cache._storage.nbytes_used * self._count // self._cache.num_heads
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, scales and padding included."""
-        return self._cache._buffer.bytes_per_token * self._count // self._cache.num_heads
+        return self._cache._storage.bytes_per_token * self._count // self._cache.num_heads
 
     @property
     def head_dim(self) -> int:
@@ -173,7 +173,7 @@ class MultiHeadKVCache(_Heads):
     7.76
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_settings", "_signs", "config", "num_heads", "num_q_heads")
+    __slots__ = ("__weakref__", "_storage", "_settings", "_signs", "config", "num_heads", "num_q_heads")
 
     def __init__(self, num_heads: int, config: MultiHeadConfig) -> None:
         if not isinstance(config, MultiHeadConfig):
@@ -182,14 +182,14 @@ class MultiHeadKVCache(_Heads):
         self._open(settings, storage_of(settings))
 
     @classmethod
-    def _over(cls, settings, buffer):
+    def _over(cls, settings, storage):
         """A cache over a storage with these settings."""
         cache = cls.__new__(cls)
-        cache._open(settings, buffer)
+        cache._open(settings, storage)
         return cache
 
-    def _open(self, settings, buffer):
-        self._settings, self._buffer, self._signs = settings, buffer, None
+    def _open(self, settings, storage):
+        self._settings, self._storage, self._signs = settings, storage, None
         self.config, self.num_heads = MultiHeadConfig(**settings["config"]), settings["num_heads"]
         self.num_q_heads = self.config.num_q_heads or self.num_heads
 
@@ -223,7 +223,7 @@ class MultiHeadKVCache(_Heads):
         """
         k = vectors(keys, "keys", self.num_heads, self.head_dim)[None]
         v = vectors(values, "values", self.num_heads, self.head_dim)[None]
-        push(self._buffer, self._signed(k, self.num_heads), self._signed(v, self.num_heads))
+        push(self._storage, self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
     def push_tokens(self, keys: ArrayLike, values: ArrayLike) -> None:
         """Compress and store the keys and values of many tokens, as `push_token` does one by one.
@@ -241,7 +241,7 @@ class MultiHeadKVCache(_Heads):
         k, v = (tokens(one, name, self.num_heads, self.head_dim) for name, one in (("keys", keys), ("values", values)))
         if len(k) != len(v):
             raise DimensionMismatchError(f"keys and values must hold the same number of tokens, got {len(k)} and {len(v)}")
-        push(self._buffer, self._signed(k, self.num_heads), self._signed(v, self.num_heads))
+        push(self._storage, self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
     def truncate(self, n: int) -> None:
         """Keep the first `n` tokens of the cache.
@@ -252,7 +252,7 @@ class MultiHeadKVCache(_Heads):
             If the cache holds fewer than `n` tokens.
         TypeError
         """
-        truncate_held(self._buffer, n)
+        truncate_held(self._storage, n)
 
     def snapshot(self, metadata: Mapping[str, str] | None = None) -> Snapshot:
         """Snapshot of the current tokens, in shared memory; see `KVCache.snapshot`.
@@ -266,7 +266,7 @@ class MultiHeadKVCache(_Heads):
         -------
         Snapshot
         """
-        return Snapshot(self._settings, self._buffer.share(), None, metadata)
+        return Snapshot(self._settings, self._storage.share(), None, metadata)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to the state of a snapshot of this cache, or of another cache with the same number of heads and configuration.
@@ -279,7 +279,7 @@ class MultiHeadKVCache(_Heads):
         """
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
-        self._buffer.restore(snapshot._fitted(self, False))
+        self._storage.restore(snapshot._fitted(self, False))
 
     def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         """Write the stored bytes of the tokens to a file for `kvfast.load`; see `KVCache.save`.
@@ -300,7 +300,7 @@ class MultiHeadKVCache(_Heads):
         int
             Number of dropped tokens.
         """
-        return evict(self._buffer, check_size(sliding_window, "sliding_window", 0))
+        return evict(self._storage, check_size(sliding_window, "sliding_window", 0))
 
     def head(self, i: int) -> HeadView:
         """View of one head, with `attention_scores`, `attend`, `k` and so on. Each call reads the current state of the cache.
@@ -322,15 +322,15 @@ class MultiHeadKVCache(_Heads):
 
     def clear(self) -> None:
         """Drop all tokens; the memory is kept for new ones."""
-        truncate_held(self._buffer, 0)
+        truncate_held(self._storage, 0)
 
     def copy(self) -> Self:
         """An independent deep copy."""
-        return self._over(self._settings, self._buffer.copy())
+        return self._over(self._settings, self._storage.copy())
 
     def fork(self) -> Self:
         """Another cache with the same tokens, in the same blocks; see `KVCache.fork`."""
-        return self._over(self._settings, self._buffer.share())
+        return self._over(self._settings, self._storage.share())
 
     # Members that `Snapshot` needs from every cache.
 
@@ -344,10 +344,10 @@ class MultiHeadKVCache(_Heads):
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
-        return self._buffer.block_size
+        return self._storage.block_size
 
     def _decoded(self, layer):
-        return decoded(self._settings, self._buffer, layer)
+        return decoded(self._settings, self._storage, layer)
 
     __copy__ = copy
 
@@ -358,12 +358,12 @@ class MultiHeadKVCache(_Heads):
         raise TypeError("a MultiHeadKVCache cannot be pickled; save() writes it to a file that is safe to load")
 
     def __len__(self) -> int:
-        return self._buffer.num_held
+        return self._storage.num_held
 
     @property
     def nbytes(self) -> int:
         """Bytes reserved for keys and values."""
-        return self._buffer.nbytes
+        return self._storage.nbytes
 
     def __repr__(self) -> str:
         return (

@@ -1,4 +1,4 @@
-"""Many sequences in one pool of blocks: names and documentation over the compiled buffers."""
+"""Many sequences in one pool of blocks: names and documentation over the compiled storage."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         ValueError
             For slots that are out of range, given twice, or not the next slots of their sequence.
         """
-        self._buffer.append_batch(layer, k, v, slot_mapping, zero_nonfinite)
+        self._batches.append_batch(layer, k, v, slot_mapping, zero_nonfinite)
 
     def write_batch(
         self,
@@ -207,7 +207,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         """
         of_q = Transform(self.head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
         of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
-        return self._buffer.write_batch(layer, qkv, slot_mapping, num_q_heads, of_q, of_k, out, num_threads)
+        return self._batches.write_batch(layer, qkv, slot_mapping, num_q_heads, of_q, of_k, out, num_threads)
 
     def attend_batch(
         self,
@@ -288,7 +288,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
             clamp_spans,
             parents,
         )
-        return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)
+        return self._batches.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)
 
     def explain_batch(
         self,
@@ -337,6 +337,6 @@ class PagedKVCache(PagedStorage, StorageProperties):
             clamp_spans=clamp_spans,
             parents=parents,
         )
-        return self._buffer.explain_batch(
+        return self._batches.explain_batch(
             layer, q, num_q_heads, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade
         )

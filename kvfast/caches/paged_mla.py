@@ -113,7 +113,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         ValueError
             For slots that are out of range, given twice, or not the next slots of their sequence.
         """
-        self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping, zero_nonfinite)
+        self._batches.append_batch(layer, *self._row_parts(latent), slot_mapping, zero_nonfinite)
 
     def attend_batch(
         self,
@@ -159,7 +159,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         """
         latent, rope = self._query_parts(q)
         options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits, num_threads)
-        return self._buffer.attend_batch(
+        return self._batches.attend_batch(
             layer, latent, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade, rope
         )
 
@@ -194,6 +194,6 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         """
         shape = self._latent_shape(q, num_q_heads)
         options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
-        return self._buffer.explain_batch(
+        return self._batches.explain_batch(
             layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade
         )

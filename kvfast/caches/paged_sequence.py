@@ -12,7 +12,7 @@ from kvfast.caches.splicing import Splicing
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.checks import check_size, checked_token_ids
-from kvfast.storage.sequences.sequence import SequenceBuffer
+from kvfast.storage.sequences.sequence import SequenceStorage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,10 +38,10 @@ class PagedSequence:
         # Only a pool makes sequences of its class; any other argument is refused here.
         if getattr(type(pool), "_sequence", None) is not type(self):
             raise TypeError(f"a {type(self).__name__} is made by its pool: see new_sequence(), match_prefix() and fork()")
-        self._pool, self._settings, self._table = pool, pool._settings, pool._buffer.new_table()
-        # If a later step fails, this buffer releases the blocks that the table holds by then.
-        self._buffer = SequenceBuffer([self._table], [(self._table, layer) for layer in range(pool.num_layers)])
-        pool._buffer.start(self._table, digests)
+        self._pool, self._settings, self._table = pool, pool._settings, pool._batches.new_table()
+        # If a later step fails, this storage releases the blocks that the table holds by then.
+        self._storage = SequenceStorage([self._table], [(self._table, layer) for layer in range(pool.num_layers)])
+        pool._batches.start(self._table, digests)
         found = self._table.length
         # None after tokens came without ids: later blocks cannot be indexed by their tokens.
         self._token_ids = np.asarray(token_ids[:found], np.int64).tolist()
@@ -72,7 +72,7 @@ class PagedSequence:
         """
         if token_ids is not None:
             token_ids = checked_token_ids(token_ids, n)
-        self._buffer.advance(n, lambda before: self._take_ids(before, token_ids))
+        self._storage.advance(n, lambda before: self._take_ids(before, token_ids))
 
     def _take_ids(self, before, token_ids):
         """Keep the ids of the tokens after the first `before`, while no other thread is in the pool.
@@ -92,7 +92,7 @@ class PagedSequence:
 
     def _make_known(self):
         """Let `match_prefix` find the blocks that have filled up since the last call."""
-        index, size, first = self._pool._buffer.index, self._pool.block_size, len(self._digests)
+        index, size, first = self._pool._batches.index, self._pool.block_size, len(self._digests)
         if len(self._token_ids) // size > first:
             self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
             for i in range(first, len(self._digests)):
@@ -101,7 +101,7 @@ class PagedSequence:
                     index.add(self._digests[i], block)
 
     def truncate(self, n: int) -> None:
-        self._buffer.truncate(n, self._cut_ids)
+        self._storage.truncate(n, self._cut_ids)
 
     truncate.__doc__ = StoredSequence.truncate.__doc__
 
@@ -125,14 +125,14 @@ class PagedSequence:
         """
         self._check_open()
         other = type(self)(self._pool)
-        self._pool._buffer.fork(self._table, other._table, lambda: other._know_as(self))
+        self._pool._batches.fork(self._table, other._table, lambda: other._know_as(self))
         return other
 
     def _know_as(self, other):
         self._token_ids = None if other._token_ids is None else other._token_ids.copy()
         self._digests, self.num_cached_tokens = other._digests.copy(), other.num_cached_tokens
         self._salt, self._own_salt = other._salt, other._own_salt
-        self._buffer.take_segments(other._buffer)
+        self._storage.take_segments(other._storage)
 
     copy = fork
     __copy__ = fork
@@ -151,14 +151,14 @@ class PagedSequence:
             if token_ids is None and self._token_ids is not None and len(self._token_ids) == len(self):
                 known[0] = np.array(self._token_ids, np.int64)
 
-        buffer = self._buffer.share_counted(uncounted, take_ids)
-        return Snapshot(self._settings, buffer, known[0], metadata, known[1])
+        storage = self._storage.share_counted(uncounted, take_ids)
+        return Snapshot(self._settings, storage, known[0], metadata, known[1])
 
     snapshot.__doc__ = StoredSequence.snapshot.__doc__
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
-        buffer = self._fitting(snapshot, convert)
-        self._buffer.restore(buffer, self._forget_ids, lambda: self._set_ids(snapshot.token_ids, snapshot._salt))
+        storage = self._fitting(snapshot, convert)
+        self._storage.restore(storage, self._forget_ids, lambda: self._set_ids(snapshot.token_ids, snapshot._salt))
 
     restore.__doc__ = StoredSequence.restore.__doc__
 
@@ -166,7 +166,7 @@ class PagedSequence:
         self._token_ids = None
 
     def _know_tokens(self, token_ids, salt):
-        self._buffer.alone(lambda: self._set_ids(token_ids, salt))
+        self._storage.alone(lambda: self._set_ids(token_ids, salt))
 
     def _set_ids(self, token_ids, salt):
         """Replace the ids of all tokens, while no other thread is in the pool. None: they are not known.
@@ -178,7 +178,7 @@ class PagedSequence:
             self._salt = self._own_salt or salt
         try:
             if (
-                token_ids is not None and self._salt is not None and not self._buffer.is_spliced
+                token_ids is not None and self._salt is not None and not self._storage.is_spliced
             ):  # whose blocks do not follow from the tokens before them
                 self._token_ids = token_ids.tolist()
                 self._make_known()
@@ -192,17 +192,17 @@ class PagedSequence:
         the tokens come in several steps.
         """
         self._check_open()
-        return self._pool._buffer.blocks_needed([self._table], [check_size(n, "n", 0)]) <= self._pool.num_free_blocks
+        return self._pool._batches.blocks_needed([self._table], [check_size(n, "n", 0)]) <= self._pool.num_free_blocks
 
     def free(self) -> None:
         """Release all blocks. The sequence cannot be used afterwards; freeing it twice is harmless."""
-        if self._buffer.closed:
+        if self._storage.closed:
             return
         try:
             self._pool._save_freed(self, self._token_ids, self._salt)
         finally:
-            self._pool._buffer.free(self._table)
-            self._buffer.forget_segments()
+            self._pool._batches.free(self._table)
+            self._storage.forget_segments()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -212,7 +212,7 @@ class PagedSequence:
         self.free()
 
     def _check_open(self):
-        if self._buffer.closed:
+        if self._storage.closed:
             raise ValueError("this sequence has been freed")
 
     @property
@@ -221,7 +221,7 @@ class PagedSequence:
         return self.nbytes_used
 
     def __repr__(self) -> str:
-        state = "freed" if self._buffer.closed else f"{self._tokens_text()} in {len(self.block_indices())} blocks"
+        state = "freed" if self._storage.closed else f"{self._tokens_text()} in {len(self.block_indices())} blocks"
         return f"{type(self).__name__}({self._shape()}, {state})"
 
 
@@ -255,7 +255,7 @@ class Sequence(PagedSequence, SequenceCache, Splicing, StoredSequence, StoragePr
         ndarray of shape (num_tokens,), int64
             All positions. In a pool with a window: the sinks, then the window, as in `RingKVCache.positions`.
         """
-        return self._buffer.positions(layer)
+        return self._storage.positions(layer)
 
     @property
     def rollback(self) -> int | None:

@@ -30,7 +30,7 @@ class PagedStorage:
         if buffer is not None and secure:
             raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
         self._settings = settings  # of each of its sequences
-        self._buffer = pool_of(settings, num_blocks, block_size, secure, buffer)
+        self._batches = pool_of(settings, num_blocks, block_size, secure, buffer)
         self._prompts = None, "", False, None  # see `use_prompt_cache`
 
     def new_sequence(self, *, salt: bytes = b"") -> Any:
@@ -105,8 +105,8 @@ class PagedStorage:
         """
         token_ids, salt = checked_token_ids(token_ids), checked_salt(salt)
         if as_computed:
-            token_ids = token_ids[: self._buffer.num_coded(len(token_ids)) + 1]
-        digests = self._buffer.index.digests(token_ids[:-1], self.block_size, salt)
+            token_ids = token_ids[: self._batches.num_coded(len(token_ids)) + 1]
+        digests = self._batches.index.digests(token_ids[:-1], self.block_size, salt)
         found = self._sequence(self, token_ids, digests, salt)
         prompts, model, _, tokens_per_second = self._prompts
         if prompts is None or prompts.is_closed or len(token_ids) < 2:
@@ -154,7 +154,7 @@ class PagedStorage:
             for blocks before a window.
         """
         for sequence in self._own(sequences):
-            sequence._buffer.check_plain()
+            sequence._storage.check_plain()
         blocks = [table.map.block_row() for table in self._tables(sequences)]
         table = np.full((len(blocks), max([len(one) for one in blocks], default=0)), -1, np.int32)
         for row, one in zip(table, blocks):
@@ -190,7 +190,7 @@ class PagedStorage:
         counts = list(num_tokens) if np.ndim(num_tokens) else [num_tokens] * len(tables)
         if len(counts) != len(tables):
             raise ValueError(f"num_tokens must be one number or {len(tables)}, one per sequence, got {len(counts)}")
-        return self._buffer.slot_mapping(tables, [check_size(n, "num_tokens", 0, MAX_TOKENS) for n in counts])
+        return self._batches.slot_mapping(tables, [check_size(n, "num_tokens", 0, MAX_TOKENS) for n in counts])
 
     def prepare_batch(
         self,
@@ -237,7 +237,7 @@ class PagedStorage:
         their float rows, if there is one, and else as codes.
         """
         most = self.num_blocks if max_num_seqs is None else check_size(max_num_seqs, "max_num_seqs", 1)
-        return self._buffer.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping, most)
+        return self._batches.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping, most)
 
     def _batch(self, sequences, block_table, seq_lens, cu_seqlens_q):
         """Block tables of sequences, or the given tables and lengths of another scheduler, or a PreparedBatch."""
@@ -247,7 +247,7 @@ class PagedStorage:
             return None, sequences, None, None
         if (sequences is None) == (block_table is None) or (block_table is None) != (seq_lens is None):
             raise ValueError("attend_batch needs either sequences, or block_table and seq_lens")
-        return None if sequences is None else [one._buffer for one in self._own(sequences)], block_table, seq_lens, cu_seqlens_q
+        return None if sequences is None else [one._storage for one in self._own(sequences)], block_table, seq_lens, cu_seqlens_q
 
     def can_append(self, n: int) -> bool:
         """Whether the pool has enough blocks for a new sequence of `n` tokens, all of them appended before the next `advance`."""
@@ -261,7 +261,7 @@ class PagedStorage:
         ValueError
             If a sequence or snapshot is left.
         """
-        self._buffer.clear()
+        self._batches.clear()
 
     def _save_freed(self, sequence, token_ids, salt):
         """Write the chunks of a sequence that is about to be freed."""
@@ -283,22 +283,22 @@ class PagedStorage:
 
     @property
     def num_blocks(self) -> int:
-        return self._buffer.pool.num_blocks
+        return self._batches.pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks without an owner, including those of known prefixes."""
-        return self._buffer.num_free
+        return self._batches.num_free
 
     @property
     def num_cached_blocks(self) -> int:
         """Full blocks that `match_prefix` can find, with an owner or without."""
-        return len(self._buffer.index)
+        return len(self._batches.index)
 
     @property
     def num_sequences(self) -> int:
         """Number of sequences that are not freed."""
-        return self._buffer.num_sequences
+        return self._batches.num_sequences
 
     @property
     def usage(self) -> float:
@@ -311,7 +311,7 @@ class PagedStorage:
 
     @property
     def _storage(self):
-        return self._buffer.pool
+        return self._batches.pool
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} cannot be pickled; save its sequences to files that are safe to load")

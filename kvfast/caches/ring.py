@@ -104,8 +104,8 @@ class RingKVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
         settings = ring(layers, sliding_window, num_sink_tokens, rollback, rope)
         self._open(settings, storage_of(settings, block_size, secure=secure))
 
-    def _open(self, settings, buffer):
-        super()._open(settings, buffer)
+    def _open(self, settings, storage):
+        super()._open(settings, storage)
         self._rope, rope = None, settings["rope"]
         if rope is not None:
             self._rope = RotaryTables(2 * len(rope["frequencies"]), frequencies=rope["frequencies"])
@@ -147,7 +147,7 @@ class RingKVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
         ndarray of shape (num_tokens,), int64
             The sinks, then the window. Tokens that `rollback` keeps before the window are not included.
         """
-        return self._buffer.positions(layer)
+        return self._storage.positions(layer)
 
     @property
     def sliding_window(self) -> int | tuple[int | None, ...]:

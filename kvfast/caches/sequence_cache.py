@@ -1,4 +1,4 @@
-"""Methods that all caches of keys and values of one sequence share: names and documentation over the compiled buffer."""
+"""Methods that all caches of keys and values of one sequence share: names and documentation over the compiled storage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SequenceCache:
         CacheFullError
             If the layer would hold more than `max_seq_len` tokens.
         """
-        self._buffer.append(layer, k, v, self._transform(layer, k, None, 0.0))
+        self._storage.append(layer, k, v, self._transform(layer, k, None, 0.0))
 
     def write(
         self,
@@ -104,7 +104,7 @@ class SequenceCache:
             of_k = Transform(head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         elif cos is not None or sin is not None:
             raise ValueError("a ring with a rope rotates queries and keys itself: leave out cos and sin")
-        return self._buffer.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
+        return self._storage.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
 
     def attend(
         self,
@@ -198,7 +198,7 @@ class SequenceCache:
             clamp_spans,
             parents,
         )
-        return self._buffer.attend(layer, *self._rotated(layer, q, options), options)
+        return self._storage.attend(layer, *self._rotated(layer, q, options), options)
 
     def explain(
         self,
@@ -261,7 +261,7 @@ class SequenceCache:
             clamp_spans=clamp_spans,
             parents=parents,
         )
-        return self._buffer.explain(layer, q, num_q_heads, dtype, options)
+        return self._storage.explain(layer, q, num_q_heads, dtype, options)
 
     def k(self, layer: int) -> NDArray[np.float32]:
         """Keys of a layer, including tokens that are not yet advanced. In a spliced cache they are rotated for their positions there.
@@ -275,11 +275,11 @@ class SequenceCache:
             A read-only view for float32 storage with `max_seq_len`; otherwise a decoded copy. A view shows the current
             contents: truncating and appending again changes it.
         """
-        return keys_of(self._settings, self._buffer, layer)
+        return keys_of(self._settings, self._storage, layer)
 
     def v(self, layer: int) -> NDArray[np.float32]:
         """Values of a layer, of shape (layer_length(layer), num_kv_heads, v_head_dim); see `k`."""
-        return self._buffer.rows(layer, True)[0]
+        return self._storage.rows(layer, True)[0]
 
     def _head_dim(self, layer):
-        return self._buffer.shape(layer)[1]
+        return self._storage.shape(layer)[1]

@@ -15,7 +15,7 @@ from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
 from kvfast.files.state import arrays_of, from_arrays, to_arrays
 from kvfast.storage.kinds import append_decoded, decoded, storage_of
-from kvfast.storage.sequences.sequence import SequenceBuffer
+from kvfast.storage.sequences.sequence import SequenceStorage
 from kvfast.storage.settings import full
 
 if TYPE_CHECKING:
@@ -52,20 +52,20 @@ class Snapshot(StorageProperties):
     3
     """
 
-    __slots__ = ("_buffer", "_metadata", "_salt", "_settings", "_token_ids")
+    __slots__ = ("_storage", "_metadata", "_salt", "_settings", "_token_ids")
 
     def __init__(
         self,
         settings: dict[str, Any],
-        buffer: Any,
+        storage: Any,
         token_ids: ArrayLike | None = None,
         metadata: Mapping[str, str] | None = None,
         salt: bytes | None = b"",
     ) -> None:
-        if not (isinstance(settings, dict) and isinstance(buffer, SequenceBuffer)):
+        if not (isinstance(settings, dict) and isinstance(storage, SequenceStorage)):
             raise TypeError("a Snapshot is made by the snapshot() of a cache, by Snapshot.load or by Snapshot.from_arrays")
         self._settings = settings  # see `kvfast.storage.settings`
-        self._buffer = buffer  # a SequenceBuffer that nothing else refers to, so that it never changes
+        self._storage = storage  # a SequenceStorage that nothing else refers to, so that it never changes
         self._token_ids = None
         if token_ids is not None:
             ids = checked_token_ids(token_ids, self.seq_len)
@@ -76,7 +76,7 @@ class Snapshot(StorageProperties):
     @property
     def seq_len(self) -> int:
         """Number of tokens."""
-        return self._buffer.num_held
+        return self._storage.num_held
 
     @property
     def token_ids(self) -> NDArray[np.int64] | None:
@@ -91,7 +91,7 @@ class Snapshot(StorageProperties):
     @property
     def nbytes(self) -> int:
         """Bytes that only this snapshot needs: its table, and blocks that its cache has since overwritten or dropped."""
-        return self._buffer.nbytes_alone
+        return self._storage.nbytes_alone
 
     def to_arrays(self) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
         """Decode all tokens.
@@ -103,7 +103,7 @@ class Snapshot(StorageProperties):
             For a ring: the visible tokens, see `RingKVCache.positions`. For an `MLAKVCache`: the latents, and their
             rotary parts.
         """
-        pairs = [decoded(self._settings, self._buffer, layer) for layer in range(self.num_layers)]
+        pairs = [decoded(self._settings, self._storage, layer) for layer in range(self.num_layers)]
         keys, values = ([np.array(one).reshape(len(one), one.shape[1] * one.shape[2]) for one in side] for side in zip(*pairs))
         return keys, values
 
@@ -157,13 +157,13 @@ class Snapshot(StorageProperties):
         if len(values[0]) != seq_len:
             raise DimensionMismatchError(f"keys and values must hold the same number of tokens, got {seq_len} and {len(values[0])}")
         settings = full(len(keys), num_kv_heads, dims[0], dtype, k_dtype, v_dtype, dims[1])
-        buffer = storage_of(settings, None, max(1, seq_len))
+        storage = storage_of(settings, None, max(1, seq_len))
         if seq_len:
             for layer, pair in enumerate(zip(keys, values)):
-                buffer.append(layer, *(one.reshape(seq_len, num_kv_heads, dim) for one, dim in zip(pair, dims)))
-            buffer.advance(seq_len)
-        buffer.max_seq_len = None
-        return cls(settings, buffer, token_ids, metadata)
+                storage.append(layer, *(one.reshape(seq_len, num_kv_heads, dim) for one, dim in zip(pair, dims)))
+            storage.advance(seq_len)
+        storage.max_seq_len = None
+        return cls(settings, storage, token_ids, metadata)
 
     def truncated(self, n: int) -> Snapshot:
         """A snapshot of the first `n` tokens.
@@ -173,9 +173,9 @@ class Snapshot(StorageProperties):
         ValueError
             If a ring has dropped some of them; see `RingKVCache.truncate`.
         """
-        buffer = self._buffer.share()
-        buffer.truncate(n)
-        return Snapshot(self._settings, buffer, None if self._token_ids is None else self._token_ids[:n], self._metadata, self._salt)
+        storage = self._storage.share()
+        storage.truncate(n)
+        return Snapshot(self._settings, storage, None if self._token_ids is None else self._token_ids[:n], self._metadata, self._salt)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """The stored bytes as plain arrays.
@@ -194,7 +194,7 @@ class Snapshot(StorageProperties):
               a piece), piece after piece and head after head. Only present if there are any.
             - ``"token_ids"``: int64 of shape (seq_len,), if they are known.
         """
-        return to_arrays(self._settings, self._buffer, self._token_ids, self._metadata, self._is_salted)
+        return to_arrays(self._settings, self._storage, self._token_ids, self._metadata, self._is_salted)
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration | LayerCalibration | None = None) -> Self:
@@ -209,7 +209,7 @@ class Snapshot(StorageProperties):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file; see `KVCache.save`."""
-        cache_file.write(self._settings, self._buffer, self._token_ids, self._metadata, self._is_salted, path)
+        cache_file.write(self._settings, self._storage, self._token_ids, self._metadata, self._is_salted, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = False, calibration: Calibration | LayerCalibration | None = None) -> Self:
@@ -224,7 +224,7 @@ class Snapshot(StorageProperties):
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """
-        return cache_file.to_bytes(self._settings, self._buffer, self._token_ids, self._metadata, self._is_salted)
+        return cache_file.to_bytes(self._settings, self._storage, self._token_ids, self._metadata, self._is_salted)
 
     @classmethod
     def from_bytes(cls, data: Any, calibration: Calibration | LayerCalibration | None = None) -> Self:
@@ -248,27 +248,27 @@ class Snapshot(StorageProperties):
         """The storage that `cache` restores: this storage, or with `convert` its tokens in the formats of `cache`."""
         self._check_fits(cache, {"dtype"} if convert else set())
         if self._settings == cache._settings:
-            return self._buffer
-        buffer = storage_of(cache._settings, cache.block_size, secure=cache.secure)
+            return self._storage
+        storage = storage_of(cache._settings, cache.block_size, secure=cache.secure)
         for layer in range(self.num_layers):
-            k, v = decoded(self._settings, self._buffer, layer)
+            k, v = decoded(self._settings, self._storage, layer)
             if len(k) < self.seq_len:
                 raise IncompatibleSnapshotError(
                     f"a snapshot must hold all tokens to be converted, but layer {layer} has dropped "
                     f"{self.seq_len - len(k)} of {self.seq_len}"
                 )
             if self.seq_len:
-                append_decoded(cache._settings, buffer, layer, k, v)
+                append_decoded(cache._settings, storage, layer, k, v)
         if self.seq_len:
-            buffer.advance(self.seq_len)
-        return buffer
+            storage.advance(self.seq_len)
+        return storage
 
     def _copied(self, max_seq_len, block_size=None):
         """A storage of its own with the same tokens."""
-        buffer = storage_of(self._settings, block_size or self.block_size, max_seq_len, self.secure)
+        storage = storage_of(self._settings, block_size or self.block_size, max_seq_len, self.secure)
         self._check_room(max_seq_len)
-        buffer.restore(self._buffer)
-        return buffer
+        storage.restore(self._storage)
+        return storage
 
     @property
     def _is_salted(self):
@@ -298,17 +298,17 @@ class Snapshot(StorageProperties):
             return NotImplemented
         if self._settings != other._settings or self.seq_len != other.seq_len:
             return False
-        if self._buffer.is_spliced or other._buffer.is_spliced:
-            same = self._buffer.segment_list() == other._buffer.segment_list()
+        if self._storage.is_spliced or other._storage.is_spliced:
+            same = self._storage.segment_list() == other._storage.segment_list()
             return same and all(np.array_equal(*pair) for pairs in zip(self.to_arrays(), other.to_arrays()) for pair in zip(*pairs))
         if self.block_size > other.block_size:
             return other == self
-        buffer = other._buffer
+        storage = other._storage
         if self.block_size != other.block_size:  # a ring with smaller blocks may hold fewer tokens before the window
-            buffer = other._copied(None, self.block_size)
-        if self._buffer.resume_states() != buffer.resume_states():
+            storage = other._copied(None, self.block_size)
+        if self._storage.resume_states() != storage.resume_states():
             return False
-        mine, others = arrays_of(self._buffer), arrays_of(buffer)
+        mine, others = arrays_of(self._storage), arrays_of(storage)
         return all(np.array_equal(array, others[name]) for name, array in mine.items())
 
     __hash__ = None  # type: ignore[assignment]
@@ -327,10 +327,6 @@ class Snapshot(StorageProperties):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Snapshot cannot be pickled; save() writes it to a file that is safe to load")
-
-    @property
-    def _storage(self):
-        return self._buffer
 
     def __repr__(self) -> str:
         return f"Snapshot({self._shape()}, {self.seq_len} tokens, {size_text(self.nbytes)} of its own)"

@@ -1,4 +1,4 @@
-"""Caches that are put together from chunks, which were computed apart, or cut in the middle."""
+"""Caches that are put together from parts, which were computed apart, or cut in the middle."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ class Splicing:
 
     __slots__ = ()
 
-    def splice(self, *chunks: Any, rope: Rope | None | Sequence[Rope | None], recomputed: int = 0) -> None:
-        """Append chunks that were computed apart, one after another, to the tokens of this cache.
+    def splice(self, *parts: Any, rope: Rope | None | Sequence[Rope | None], recomputed: int = 0) -> None:
+        """Append parts that were computed apart, one after another, to the tokens of this cache.
 
-        Each chunk was computed from position 0, by itself. Its keys stay as they are stored, and `attend` rotates the
-        queries back by the distance that the chunk was moved: rotary scores depend on distances alone. Tokens of a chunk
-        did not see the tokens that now precede the chunk, which changes a model's answers. Computing the chunk's first
+        Each part was computed from position 0, by itself. Its keys stay as they are stored, and `attend` rotates the
+        queries back by the distance that the part was moved: rotary scores depend on distances alone. Tokens of a part
+        did not see the tokens that now precede the part, which changes a model's answers. Computing the part's first
         tokens again reduces the change.
 
         Parameters
         ----------
-        *chunks : Snapshot, KVCache or Sequence
+        *parts : Snapshot, KVCache or Sequence
             With the shape and formats of this cache. Their complete tokens are taken: shared if they are in the same pool, else
             copied.
         rope : Rope or None, or a list with one per layer
             The rotation that the model applies to keys and queries; None for layers without rotation (ALiBi, NoPE). All calls
             for a cache need the same `rope`.
         recomputed : int
-            For a single chunk: number of its first tokens that were computed again, in their new place, as the last tokens of
-            this cache. They replace the chunk's first tokens, and the rest of the chunk follows.
+            For a single part: number of its first tokens that were computed again, in their new place, as the last tokens of
+            this cache. They replace the part's first tokens, and the rest of the part follows.
 
         Raises
         ------
         IncompatibleSnapshotError
-            If a chunk has another shape or other formats.
+            If a part has another shape or other formats.
         CacheFullError
             If the tokens do not fit `max_seq_len` or the blocks of the pool.
         ValueError
             For a ring or a pool with a window, if layers hold tokens that are not complete, for a rope that does not fit the heads
-            or is not that of earlier calls, and for `recomputed` with several chunks or more tokens than there are.
+            or is not that of earlier calls, and for `recomputed` with several parts or more tokens than there are.
             The cache stays as it was.
 
         Notes
         -----
         Everything goes on as before: `append`, `attend` (positions are those in the whole cache), `truncate`, `snapshot`, `fork`.
-        Only files, `state_dict` and prompt caches refuse a spliced cache. Each chunk has blocks of its own, so its last block may be
-        partly empty. Another thread must not use a chunk's cache meanwhile.
+        Only files, `state_dict` and prompt caches refuse a spliced cache. Each part has blocks of its own, so its last block may be
+        partly empty. Another thread must not use a part's cache meanwhile.
 
         Examples
         --------
@@ -73,19 +73,19 @@ class Splicing:
         """
         recomputed = check_size(recomputed, "recomputed", 0, MAX_TOKENS)
         ropes = self._rotations(rope)
-        snapshots = [self._checked_chunk(chunk) for chunk in chunks]
+        snapshots = [self._checked_part(part) for part in parts]
         if recomputed and (len(snapshots) != 1 or recomputed > len(snapshots[0])):
             raise ValueError(
-                f"recomputed needs one chunk of at least as many tokens, got {recomputed} with chunks of "
+                f"recomputed needs one part of at least as many tokens, got {recomputed} with parts of "
                 f"{shown([len(one) for one in snapshots])} tokens"
             )
         snapshots = [one for one in snapshots if len(one)]
-        buffers = [one._buffer for one in snapshots]
-        check_splice(self._buffer, buffers, ropes, recomputed)
+        storages = [one._storage for one in snapshots]
+        check_splice(self._storage, storages, ropes, recomputed)
         if len(self) == 0 and len(snapshots) == 1:
             self.restore(snapshots[0])
         elif snapshots:
-            splice(self._buffer, buffers, ropes, recomputed, self._forget_ids)
+            splice(self._storage, storages, ropes, recomputed, self._forget_ids)
 
     def drop(self, first: int, last: int, *, rope: Rope | None | Sequence[Rope | None]) -> None:
         """Take the tokens from position `first` to `last` out; later tokens move up (context shift).
@@ -119,12 +119,12 @@ class Splicing:
         >>> len(cache)
         256
         """
-        drop(self._buffer, first, last, self._rotations(rope), self.truncate, self._forget_ids)
+        drop(self._storage, first, last, self._rotations(rope), self.truncate, self._forget_ids)
 
     @property
     def is_spliced(self) -> bool:
         """Whether the cache holds tokens that were moved by `splice` or `drop`."""
-        return self._buffer.is_spliced
+        return self._storage.is_spliced
 
     def _rotations(self, rope):
         """The rotation of each layer as `storage.splicing` takes it."""
@@ -141,14 +141,14 @@ class Splicing:
             for layer, one in enumerate(ropes)
         )
 
-    def _checked_chunk(self, chunk):
-        """A chunk as a Snapshot that fits this cache, apart from its number of tokens."""
-        if isinstance(chunk, Splicing):
-            chunk = chunk.snapshot()
-        if not isinstance(chunk, Snapshot):
-            raise TypeError(f"splice needs snapshots and caches, got {type(chunk).__name__}")
-        chunk._check_settings(self)
-        return chunk
+    def _checked_part(self, part):
+        """A part as a Snapshot that fits this cache, apart from its number of tokens."""
+        if isinstance(part, Splicing):
+            part = part.snapshot()
+        if not isinstance(part, Snapshot):
+            raise TypeError(f"splice needs snapshots and caches, got {type(part).__name__}")
+        part._check_settings(self)
+        return part
 
     def _forget_ids(self):
         """Forget the token ids, which only a sequence in one piece has; see `PagedSequence`."""

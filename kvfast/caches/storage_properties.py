@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class StorageProperties:
-    """Sizes and dtypes of ``_storage``, which is a buffer or a pool."""
+    """Sizes and dtypes of ``_storage``, of a sequence or of a pool."""
 
     __slots__ = ()
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvfast.codec.calibration import Calibration, LayerCalibration
 
 
-def buffer_of(cache):
-    """The `SequenceBuffer` of a cache or a snapshot, for packages above the caches."""
-    return cache._buffer
+def storage_in(cache):
+    """The `SequenceStorage` of a cache or a snapshot, for packages above the caches."""
+    return cache._storage
 
 
 def settings_of(cache):
@@ -44,27 +44,27 @@ def know_tokens(cache, token_ids, salt):
 
 
 class StoredSequence:
-    """Lengths, going back, snapshots and files, over the compiled buffer."""
+    """Lengths, going back, snapshots and files, over the compiled storage."""
 
-    __slots__ = ("__weakref__", "_buffer", "_settings")
+    __slots__ = ("__weakref__", "_storage", "_settings")
 
     is_paged = False
 
     _salt: bytes | None = b""
 
     @classmethod
-    def _over(cls, settings, buffer):
+    def _over(cls, settings, storage):
         """A cache over a storage with these settings."""
         cache = cls.__new__(cls)
-        cache._open(settings, buffer)
+        cache._open(settings, storage)
         return cache
 
-    def _open(self, settings, buffer):
-        self._settings, self._buffer = settings, buffer
+    def _open(self, settings, storage):
+        self._settings, self._storage = settings, storage
 
     def _decoded(self, layer):
         """The two sides of a layer's tokens, float32 of shape (tokens, heads, dim)."""
-        return decoded(self._settings, self._buffer, layer)
+        return decoded(self._settings, self._storage, layer)
 
     def _know_tokens(self, token_ids, salt):
         pass
@@ -77,33 +77,33 @@ class StoredSequence:
         ValueError
             If layers hold more or fewer; the message names them.
         """
-        self._buffer.advance(n)
+        self._storage.advance(n)
 
     def layer_length(self, layer: int) -> int:
         """Tokens that a layer holds, advanced or not."""
-        return self._buffer.layer_length(layer)
+        return self._storage.layer_length(layer)
 
     def truncate(self, n: int) -> None:
         """Keep the first `n` complete tokens. Tokens that were never counted with `advance` are dropped too.
 
         So ``truncate(len(cache))`` undoes a step that failed half way. The bytes of the kept tokens do not change.
         """
-        self._buffer.truncate(n)
+        self._storage.truncate(n)
 
     def clear(self) -> None:
         """Drop all tokens; the memory is kept for new ones, except what a prompt took in a ring."""
-        self._buffer.truncate(0)
+        self._storage.truncate(0)
 
     def copy(self) -> Self:
         """An independent deep copy, with all tokens, counted or not."""
-        return self._over(self._settings, self._buffer.copy())
+        return self._over(self._settings, self._storage.copy())
 
     def fork(self) -> Self:
         """Another cache with the same tokens, counted or not, in the same blocks.
 
         A block is copied when one of the two writes to it. The two share memory, and for threads they count as one cache.
         """
-        return self._over(self._settings, self._buffer.share())
+        return self._over(self._settings, self._storage.share())
 
     def snapshot(
         self,
@@ -134,7 +134,7 @@ class StoredSequence:
         ValueError
             If layers hold tokens that were never counted, or if the number of `token_ids` differs.
         """
-        return Snapshot(self._settings, self._buffer.share_counted(uncounted), token_ids, metadata)
+        return Snapshot(self._settings, self._storage.share_counted(uncounted), token_ids, metadata)
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
         """Return to the state of a snapshot of this cache, or of another with the same settings.
@@ -159,7 +159,7 @@ class StoredSequence:
         CacheFullError
             If the pool of a `Sequence` has too few blocks.
         """
-        self._buffer.restore(self._fitting(snapshot, convert))
+        self._storage.restore(self._fitting(snapshot, convert))
 
     def _fitting(self, snapshot, convert):
         """The storage to restore."""
@@ -209,11 +209,11 @@ class StoredSequence:
         CorruptFileError, IncompatibleSnapshotError
             If the arrays are damaged, of another kind of cache, or of a version that this kvfast cannot read.
         """
-        settings, buffer, *_ = from_arrays(arrays, calibration)
+        settings, storage, *_ = from_arrays(arrays, calibration)
         name = NAMES[settings["kind"]]
         if name != cls.__name__:
             raise IncompatibleSnapshotError(f"this is the state of a {name}, not of a {cls.__name__}")
-        return cls._over(settings, buffer)
+        return cls._over(settings, storage)
 
     __copy__ = copy
 
@@ -224,39 +224,35 @@ class StoredSequence:
         raise TypeError(f"a {type(self).__name__} cannot be pickled; save() writes it to a file that is safe to load")
 
     def __len__(self) -> int:
-        return self._buffer.length
+        return self._storage.length
 
     def __bool__(self) -> bool:
-        return self._buffer.length > 0
+        return self._storage.length > 0
 
     def _tokens_text(self, most=""):
         """The number of tokens, for `__repr__`, with the number of uncounted tokens."""
-        uncounted = self._buffer.num_uncounted
+        uncounted = self._storage.num_uncounted
         return f"{len(self)}{most} tokens" + (f" + {uncounted} not counted" if uncounted else "")
 
     @property
     def is_empty(self) -> bool:
         """Whether the cache holds no complete token."""
-        return self._buffer.length == 0
+        return self._storage.length == 0
 
     @property
     def max_seq_len(self) -> int | None:
         """Largest number of tokens, or None for a cache that grows."""
-        return self._buffer.max_seq_len
+        return self._storage.max_seq_len
 
     @property
     def context_lens(self) -> NDArray[np.int32]:
         """Tokens that each layer holds, advanced or not: int32 of shape (num_layers,). ValueError from 2**31 tokens on."""
-        return checked_lengths([self._buffer.layer_length(layer) for layer in range(self.num_layers)], "context_lens")
+        return checked_lengths([self._storage.layer_length(layer) for layer in range(self.num_layers)], "context_lens")
 
     def capacity(self, layer: int = 0) -> int:
         """Tokens that the memory reserved for a layer has room for."""
-        return self._buffer.capacity(layer)
+        return self._storage.capacity(layer)
 
     def block_indices(self, layer: int = 0) -> NDArray[np.int32]:
         """Blocks that hold a layer's tokens, in their order: int32 of shape (num_blocks,)."""
-        return self._buffer.block_ids(layer)
-
-    @property
-    def _storage(self):
-        return self._buffer
+        return self._storage.block_ids(layer)

@@ -27,7 +27,7 @@ class Trial:
     Attributes
     ----------
     name, value : str and object
-        A member of `Reading` and what it was.
+        A member of `Prefetching` and what it was.
     ratios : dict
         From (format, threads) to the time divided by the time with the table's choice, the median of interleaved rounds.
     """
@@ -97,9 +97,9 @@ def measure(base, trials, formats, threads, context, rounds, least_bytes):
 
     Parameters
     ----------
-    base : Reading
+    base : Prefetching
     trials : list of tuple
-        Name and value of the member of `base` to replace; or "all" and another Reading.
+        Name and value of the member of `base` to replace; or "all" and another Prefetching.
     formats : sequence of str
     threads : sequence of int
     context, rounds, least_bytes : int
@@ -115,10 +115,10 @@ def measure(base, trials, formats, threads, context, rounds, least_bytes):
         for form in formats:
             work = Case("decode", LLAMA_3_8B, form, context).prepare(least_bytes)
             here = [trial for trial in found if form == "int8" or trial.name != "int8_order"]
-            readings = [base, *(trial.value if trial.name == "all" else replace(base, **{trial.name: trial.value}) for trial in here)]
+            these = [base, *(trial.value if trial.name == "all" else replace(base, **{trial.name: trial.value}) for trial in here)]
             for n in threads:
                 with using_threads(n):
-                    times = interleaved([_call(work, reading) for reading in readings], rounds)
+                    times = interleaved([_call(work, prefetching) for prefetching in these], rounds)
                 for trial, ratio in zip(here, np.median(times[:, 1:] / times[:, :1], axis=0)):
                     trial.ratios[form, n] = float(ratio)
     finally:
@@ -126,9 +126,9 @@ def measure(base, trials, formats, threads, context, rounds, least_bytes):
     return found
 
 
-def _call(work, reading):
+def _call(work, prefetching):
     def call():
-        tuning.use(reading, "python -m kvfast tune")
+        tuning.use(prefetching, "python -m kvfast tune")
         work.call()
 
     return call

@@ -2,15 +2,15 @@
 from libc.stdint cimport int16_t, int32_t, uint8_t, uint16_t
 
 from kvfast.core.kernels cimport kv_kernels, kv_prefetch, kv_side
-from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
+from kvfast.core.limits cimport KV_SLAB_SHIFT, KV_PIECE
 
 
-# A chunk of memory with the blocks of one layer from `first` on. The keys of block b of KV head h start at the store's
+# A slab of memory with the blocks of one layer from `first` on. The keys of block b of KV head h start at the layout's
 # base + k + h * k_head_stride + (b - first) * k_block_stride; the same with v for values.
 #
 # These are distances from one base, not addresses: loading a pointer for each block costs bandwidth, perhaps because
 # prefetchers follow pointers (bench/bench_attend.py).
-ctypedef struct kv_chunk:
+ctypedef struct kv_slab:
     int32_t first
     Py_ssize_t k               # this and all below in bytes
     Py_ssize_t v
@@ -33,27 +33,27 @@ ctypedef void (*kv_decode)(const kv_kernels *kernels, const void *codes, const k
                            int count, uint16_t *rows, kv_prefetch *next) noexcept nogil
 
 
-# The blocks of one layer; block b lies in chunks[chunk_of[b >> KV_CHUNK_SHIFT]].
+# The blocks of one layer; block b lies in slabs[slab_of[b >> KV_SLAB_SHIFT]].
 #
 # Tokens may also have float rows, float16 if the side is integers. They lie in pieces of KV_PIECE tokens, which are the
-# blocks of a store of their own. The first `float_tokens` of a sequence always have float rows. With `seals` all tokens have
+# blocks of a layout of their own. The first `float_tokens` of a sequence always have float rows. With `seals` all tokens have
 # them until `open_tokens` tokens follow their block. Float rows are in the basis of the codes. A sealed block is
 # patched if it was cut and then got tokens that do not fit its statistics: the tokens before keep their codes, and the new
 # ones keep their float rows.
-ctypedef struct kv_store:
+ctypedef struct kv_layout:
     kv_side k
     kv_side v
     int num_kv_heads
     int block_shift            # block_size is 2^block_shift
     char *base
-    kv_chunk *chunks
-    const uint8_t *chunk_of    # NULL: all blocks are in the first chunk
+    kv_slab *slabs
+    const uint8_t *slab_of     # NULL: all blocks are in the first slab
     bint secure                # memory is wiped before it is freed
     bint latent                # rows are keys and values at once, on the K side; their rotary part is on the V side
     bint seals                 # blocks are sealed: encoded when they are full
     Py_ssize_t open_tokens     # with `seals`: tokens that follow a block before it is read as codes
     int float_tokens
-    const kv_store *floats     # NULL: no token of this layer has float rows
+    const kv_layout *floats    # NULL: no token of this layer has float rows
     const int32_t *float_of    # (num_blocks, block_size / KV_PIECE) piece of each KV_PIECE tokens of a block, or -1
     const int16_t *kept_codes  # (num_blocks,) as in FloatRows, or NULL
     const Py_ssize_t *num_patched  # number of patched blocks, as kept_codes marks them
@@ -70,42 +70,42 @@ ctypedef struct kv_context:
     Py_ssize_t length          # tokens
     Py_ssize_t sink_blocks
     Py_ssize_t skipped
-    Py_ssize_t floats_begin    # for a store that seals: tokens below have codes alone, tokens from here on float rows
+    Py_ssize_t floats_begin    # for a layout that seals: tokens below have codes alone, tokens from here on float rows
     Py_ssize_t codes_end       # tokens below have codes; those from `floats_begin` to here have both
 
 
-cdef inline Py_ssize_t k_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
-    cdef const kv_chunk *chunk = store.chunks
-    if store.chunk_of != NULL:
-        chunk += store.chunk_of[block >> KV_CHUNK_SHIFT]
-    return chunk.k + head * chunk.k_head_stride + (block - chunk.first) * chunk.k_block_stride
+cdef inline Py_ssize_t k_offset_of(const kv_layout *layout, int32_t block, Py_ssize_t head) noexcept nogil:
+    cdef const kv_slab *slab = layout.slabs
+    if layout.slab_of != NULL:
+        slab += layout.slab_of[block >> KV_SLAB_SHIFT]
+    return slab.k + head * slab.k_head_stride + (block - slab.first) * slab.k_block_stride
 
 
-cdef inline Py_ssize_t v_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
-    cdef const kv_chunk *chunk = store.chunks
-    if store.chunk_of != NULL:
-        chunk += store.chunk_of[block >> KV_CHUNK_SHIFT]
-    return chunk.v + head * chunk.v_head_stride + (block - chunk.first) * chunk.v_block_stride
+cdef inline Py_ssize_t v_offset_of(const kv_layout *layout, int32_t block, Py_ssize_t head) noexcept nogil:
+    cdef const kv_slab *slab = layout.slabs
+    if layout.slab_of != NULL:
+        slab += layout.slab_of[block >> KV_SLAB_SHIFT]
+    return slab.v + head * slab.v_head_stride + (block - slab.first) * slab.v_block_stride
 
 
-cdef inline char *k_block_at(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
-    return store.base + k_offset_of(store, block, head)
+cdef inline char *k_block_at(const kv_layout *layout, int32_t block, Py_ssize_t head) noexcept nogil:
+    return layout.base + k_offset_of(layout, block, head)
 
 
-cdef inline char *v_block_at(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
-    return store.base + v_offset_of(store, block, head)
+cdef inline char *v_block_at(const kv_layout *layout, int32_t block, Py_ssize_t head) noexcept nogil:
+    return layout.base + v_offset_of(layout, block, head)
 
 
-cdef inline int32_t piece_of(const kv_store *store, int32_t block, Py_ssize_t offset) noexcept nogil:
+cdef inline int32_t piece_of(const kv_layout *layout, int32_t block, Py_ssize_t offset) noexcept nogil:
     """The piece of the token at an offset of a block, or -1."""
-    return store.float_of[((<Py_ssize_t>block << store.block_shift) + offset) // KV_PIECE]
+    return layout.float_of[((<Py_ssize_t>block << layout.block_shift) + offset) // KV_PIECE]
 
 
-cdef inline Py_ssize_t patched_from(const kv_store *store, int32_t block) noexcept nogil:
+cdef inline Py_ssize_t patched_from(const kv_layout *layout, int32_t block) noexcept nogil:
     """First offset of a patched block whose token keeps its float rows, or block_size if the block is not patched."""
-    if store.kept_codes == NULL or store.kept_codes[block] >= 0:
-        return store.k.block_size
-    return -store.kept_codes[block]
+    if layout.kept_codes == NULL or layout.kept_codes[block] >= 0:
+        return layout.k.block_size
+    return -layout.kept_codes[block]
 
 
 cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexcept nogil:
@@ -114,25 +114,25 @@ cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexce
     return context.table[index if index < context.sink_blocks else index - context.skipped]
 
 
-cdef inline const kv_side *values_of(const kv_store *store) noexcept nogil:
+cdef inline const kv_side *values_of(const kv_layout *layout) noexcept nogil:
     """The side that attention sums up. Its rows are as wide as those of the output."""
-    return &store.k if store.latent else &store.v
+    return &layout.k if layout.latent else &layout.v
 
 
-cdef inline bint changes_basis(const kv_store *store, bint values) noexcept nogil:
+cdef inline bint changes_basis(const kv_layout *layout, bint values) noexcept nogil:
     """Whether the rows of a side are stored in another basis."""
-    return store.v.rotated if values else store.k.rotated or store.bases != NULL
+    return layout.v.rotated if values else layout.k.rotated or layout.bases != NULL
 
 
-cdef inline void change_key_basis(const kv_kernels *kernels, const kv_store *store, Py_ssize_t head, int basis, const float *rows,
+cdef inline void change_key_basis(const kv_kernels *kernels, const kv_layout *layout, Py_ssize_t head, int basis, const float *rows,
                                   Py_ssize_t stride, Py_ssize_t count, float *out, Py_ssize_t out_stride) noexcept nogil:
     """Bring keys or queries of a KV head into another basis, by the matrix that the layer has for them or by the Hadamard rotation.
     The scores of queries and keys stay the same. `out` may be the rows themselves. Rows that are stored as they are stay untouched."""
-    cdef Py_ssize_t dim = store.k.head_dim
-    if store.bases != NULL:
-        kernels.change_basis(rows, stride, count, dim, store.bases + (head * KV_NUM_BASES + basis) * dim * store.k.padded_dim,
+    cdef Py_ssize_t dim = layout.k.head_dim
+    if layout.bases != NULL:
+        kernels.change_basis(rows, stride, count, dim, layout.bases + (head * KV_NUM_BASES + basis) * dim * layout.k.padded_dim,
                              out, out_stride)
-    elif store.k.rotated:
+    elif layout.k.rotated:
         kernels.rotate(rows, stride, count, dim, out, out_stride)
 
 
@@ -154,20 +154,20 @@ cdef Arena arena_over(object memory)
 cdef Arena arena_at(object owner, char *data, Py_ssize_t nbytes)
 cdef ArenaView view_of(Arena arena)
 cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
-cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1
-cdef int init_rows(kv_store *store, kv_chunk *chunk, Py_ssize_t num_kv_heads, int k_dtype, Py_ssize_t head_dim, int v_dtype,
+cdef int init_sides(kv_layout *layout, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1
+cdef int init_rows(kv_layout *layout, kv_slab *slab, Py_ssize_t num_kv_heads, int k_dtype, Py_ssize_t head_dim, int v_dtype,
                    Py_ssize_t v_head_dim) except -1
-cdef object set_bases(kv_store *store, object calibration)
+cdef object set_bases(kv_layout *layout, object calibration)
 
 
-cdef inline char *float_row_at(const kv_store *store, int32_t block, Py_ssize_t offset, Py_ssize_t head, bint values) noexcept nogil:
+cdef inline char *float_row_at(const kv_layout *layout, int32_t block, Py_ssize_t offset, Py_ssize_t head, bint values) noexcept nogil:
     """The float row of a token."""
-    cdef int32_t piece = piece_of(store, block, offset)
+    cdef int32_t piece = piece_of(layout, block, offset)
     if values:
-        return v_block_at(store.floats, piece, head) + offset % KV_PIECE * store.floats.v.row_stride
-    return k_block_at(store.floats, piece, head) + offset % KV_PIECE * store.floats.k.row_stride
+        return v_block_at(layout.floats, piece, head) + offset % KV_PIECE * layout.floats.v.row_stride
+    return k_block_at(layout.floats, piece, head) + offset % KV_PIECE * layout.floats.k.row_stride
 
 
-cdef inline int float_dtype_of(const kv_store *store, bint values) noexcept nogil:
+cdef inline int float_dtype_of(const kv_layout *layout, bint values) noexcept nogil:
     """Dtype of the float rows."""
-    return store.floats.v.dtype if values else store.floats.k.dtype
+    return layout.floats.v.dtype if values else layout.floats.k.dtype

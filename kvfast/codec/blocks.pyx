@@ -92,45 +92,45 @@ cdef Py_ssize_t _whole_lines(Py_ssize_t nbytes) noexcept:
     return (nbytes + 63) // 64 * 64
 
 
-cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1:
+cdef int init_sides(kv_layout *layout, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1:
     """Set up both sides for a KVFormat; with `rope_dim`, for latent rows and their rotary part, which may be empty."""
     # Channel scales need evenly spaced levels.
     cdef int k = parse_dtype(fmt.k_dtype, "uniform" if fmt.per_channel else fmt.codebook)
     cdef int v = parse_dtype(fmt.v_dtype, fmt.codebook)
-    init_side(&store.k, k, head_dim, block_size, fmt.centring or fmt.per_channel, fmt.per_channel)
+    init_side(&layout.k, k, head_dim, block_size, fmt.centring or fmt.per_channel, fmt.per_channel)
     if rope_dim is None:
-        init_side(&store.v, v, v_head_dim, block_size)
+        init_side(&layout.v, v, v_head_dim, block_size)
     else:  # an empty rotary part is float16, which has no scales and so takes no bytes
-        init_side(&store.v, v if rope_dim else KV_FLOAT16, rope_dim, block_size)
-        store.latent = store.v.as_keys = True
-    store.v.gaussian = fmt.codebook != "uniform"
-    store.k.gaussian = store.v.gaussian and not fmt.per_channel
-    store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation and rope_dim != 0
-    store.k.clip_search = store.v.clip_search = fmt.clip_search
-    store.seals, store.open_tokens, store.float_tokens = fmt.seals, fmt.open_tokens, fmt.num_first_float_tokens
+        init_side(&layout.v, v if rope_dim else KV_FLOAT16, rope_dim, block_size)
+        layout.latent = layout.v.as_keys = True
+    layout.v.gaussian = fmt.codebook != "uniform"
+    layout.k.gaussian = layout.v.gaussian and not fmt.per_channel
+    layout.k.rotated, layout.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation and rope_dim != 0
+    layout.k.clip_search = layout.v.clip_search = fmt.clip_search
+    layout.seals, layout.open_tokens, layout.float_tokens = fmt.seals, fmt.open_tokens, fmt.num_first_float_tokens
     return 0
 
 
-cdef int init_rows(kv_store *store, kv_chunk *chunk, Py_ssize_t num_kv_heads, int k_dtype, Py_ssize_t head_dim, int v_dtype,
+cdef int init_rows(kv_layout *layout, kv_slab *slab, Py_ssize_t num_kv_heads, int k_dtype, Py_ssize_t head_dim, int v_dtype,
                    Py_ssize_t v_head_dim) except -1:
-    """A store of float rows that lie in no cache: blocks of KV_TILE tokens in one chunk. Where they lie the caller sets."""
-    memset(store, 0, sizeof(kv_store))
-    memset(chunk, 0, sizeof(kv_chunk))
-    init_side(&store.k, k_dtype, <int>head_dim, KV_TILE)
-    init_side(&store.v, v_dtype, <int>v_head_dim, KV_TILE)
-    store.num_kv_heads, store.block_shift, store.chunks = <int>num_kv_heads, _TILE_SHIFT, chunk
+    """A layout of float rows that lie in no cache: blocks of KV_TILE tokens in one slab. Where they lie the caller sets."""
+    memset(layout, 0, sizeof(kv_layout))
+    memset(slab, 0, sizeof(kv_slab))
+    init_side(&layout.k, k_dtype, <int>head_dim, KV_TILE)
+    init_side(&layout.v, v_dtype, <int>v_head_dim, KV_TILE)
+    layout.num_kv_heads, layout.block_shift, layout.slabs = <int>num_kv_heads, _TILE_SHIFT, slab
     return 0
 
 
-cdef object set_bases(kv_store *store, object calibration):
-    """Let keys be stored in the basis of a layer's calibration. Returns what has to live as long as the store."""
-    cdef Py_ssize_t heads = store.num_kv_heads, dim = store.k.head_dim, padded = store.k.padded_dim, head, i, j
-    cdef const float[:, :, :, ::1] given = calibration.matrices(store.k.channels > 0, heads, dim)
+cdef object set_bases(kv_layout *layout, object calibration):
+    """Let keys be stored in the basis of a layer's calibration. Returns what has to live as long as the layout."""
+    cdef Py_ssize_t heads = layout.num_kv_heads, dim = layout.k.head_dim, padded = layout.k.padded_dim, head, i, j
+    cdef const float[:, :, :, ::1] given = calibration.matrices(layout.k.channels > 0, heads, dim)
     cdef const kv_kernels *kernels = active()
     cdef float[:, :, :, ::1] bases = np.zeros((heads, <int>KV_NUM_BASES, dim, padded), np.float32)
     # Channels with scales of their own differ in their bits. Codes of rotated rows are as fine in each element, so that all should
     # matter the same.
-    cdef bint mixed = store.k.channels == 0
+    cdef bint mixed = layout.k.channels == 0
     for head in range(heads):
         for i in range(dim):
             for j in range(dim):
@@ -141,7 +141,7 @@ cdef object set_bases(kv_store *store, object calibration):
         for i in range(dim):
             for j in range(dim):
                 bases[head, KV_FROM_STORED, i, j] = bases[head, KV_TO_QUERIES, j, i]
-    store.bases, store.k.in_basis = &bases[0, 0, 0, 0], True
+    layout.bases, layout.k.in_basis = &bases[0, 0, 0, 0], True
     return bases
 
 
@@ -206,9 +206,9 @@ cdef Arena arena_at(object owner, char *data, Py_ssize_t nbytes):
 
 def block_nbytes(fmt, num_kv_heads, head_dim, v_head_dim, int block_size, rope_dim=None):
     """Bytes of one block of a layer: the keys and values of all heads, scales included; with `rope_dim`, as in `init_sides`."""
-    cdef kv_store store
+    cdef kv_layout layout
     cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, KV_MAX_KV_HEADS)
-    memset(&store, 0, sizeof(store))
-    init_sides(&store, fmt, <int>check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM),
+    memset(&layout, 0, sizeof(layout))
+    init_sides(&layout, fmt, <int>check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM),
                <int>check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM), block_size, rope_dim)
-    return heads * (store.k.bytes + store.v.bytes)
+    return heads * (layout.k.bytes + layout.v.bytes)

@@ -1,10 +1,10 @@
 """Decodes codes and float rows to floats."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.blocks cimport kv_layout
 
 
-cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
+cdef int restore_floats(const kv_layout *layouts, Py_ssize_t num_layers, int32_t block, bint at_start,
                         Py_ssize_t num_tokens) except -1
-cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
+cdef object decode_tokens(const kv_layout *layout, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values)

@@ -4,7 +4,7 @@ import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
 
-from kvfast.codec.blocks cimport (KV_FROM_STORED, change_key_basis, float_dtype_of, float_row_at, k_block_at, kv_store, patched_from,
+from kvfast.codec.blocks cimport (KV_FROM_STORED, change_key_basis, float_dtype_of, float_row_at, k_block_at, kv_layout, patched_from,
                                   v_block_at)
 from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch
@@ -15,7 +15,7 @@ from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
 ctypedef struct kv_decode:
     const kv_kernels *kernels
-    const kv_store *store
+    const kv_layout *layout
     const int64_t *positions   # (tokens,)
     const int64_t *slots       # (tokens,)
     Py_ssize_t floats_begin
@@ -24,26 +24,26 @@ ctypedef struct kv_decode:
     float *out                 # (tokens, heads, head_dim)
 
 
-cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
+cdef int restore_floats(const kv_layout *layouts, Py_ssize_t num_layers, int32_t block, bint at_start,
                         Py_ssize_t num_tokens) except -1:
     """Decode the first `num_tokens` tokens of a block to float rows. With `at_start` the first `float_tokens` have theirs
     already."""
     cdef const kv_kernels *kernels = active()
-    cdef const kv_store *store
+    cdef const kv_layout *layout
     cdef Py_ssize_t layer, head, offset
     cdef float row[KV_MAX_HEAD_DIM]
     for layer in range(num_layers):
-        store = stores + layer
-        if not store.seals:
+        layout = layouts + layer
+        if not layout.seals:
             continue
-        for head in range(store.num_kv_heads):
-            for offset in range(store.float_tokens if at_start else 0, num_tokens):
-                kernels.decode_k(&store.k, k_block_at(store, block, head), <int>offset, row)
-                _clip(row, store.k.head_dim, dtype_limit(float_dtype_of(store, False)))
-                kernels.from_float[float_dtype_of(store, False)](row, store.k.head_dim, float_row_at(store, block, offset, head, False))
-                kernels.decode_v(&store.v, v_block_at(store, block, head), <int>offset, row)
-                _clip(row, store.v.head_dim, dtype_limit(float_dtype_of(store, True)))
-                kernels.from_float[float_dtype_of(store, True)](row, store.v.head_dim, float_row_at(store, block, offset, head, True))
+        for head in range(layout.num_kv_heads):
+            for offset in range(layout.float_tokens if at_start else 0, num_tokens):
+                kernels.decode_k(&layout.k, k_block_at(layout, block, head), <int>offset, row)
+                _clip(row, layout.k.head_dim, dtype_limit(float_dtype_of(layout, False)))
+                kernels.from_float[float_dtype_of(layout, False)](row, layout.k.head_dim, float_row_at(layout, block, offset, head, False))
+                kernels.decode_v(&layout.v, v_block_at(layout, block, head), <int>offset, row)
+                _clip(row, layout.v.head_dim, dtype_limit(float_dtype_of(layout, True)))
+                kernels.from_float[float_dtype_of(layout, True)](row, layout.v.head_dim, float_row_at(layout, block, offset, head, True))
     return 0
 
 
@@ -54,19 +54,19 @@ cdef void _clip(float *row, Py_ssize_t dim, float limit) noexcept nogil:
         row[i] = min(max(row[i], -limit), limit)
 
 
-cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
+cdef object decode_tokens(const kv_layout *layout, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values):
     """Keys or values of tokens in all heads, float32, rotated back. Each token has a position and a slot. If blocks are sealed,
     tokens from position `floats_begin` on are read from their float rows."""
-    cdef Py_ssize_t n = positions.shape[0], dim = store.v.head_dim if values else store.k.head_dim
+    cdef Py_ssize_t n = positions.shape[0], dim = layout.v.head_dim if values else layout.k.head_dim
     cdef kv_team team
     cdef kv_decode call
     cdef float[:, :, ::1] out
-    array = np.empty((n, store.num_kv_heads, dim), np.float32)
+    array = np.empty((n, layout.num_kv_heads, dim), np.float32)
     if array.size == 0:
         return array
     out = array
-    call.kernels, call.store, call.positions, call.slots = active(), store, &positions[0], &slots[0]
+    call.kernels, call.layout, call.positions, call.slots = active(), layout, &positions[0], &slots[0]
     call.floats_begin, call.values, call.out = floats_begin, values, &out[0, 0, 0]
     call.nontemporal = array.nbytes >= STREAMED_BYTES
     gather(&team, None, 2.0 * array.nbytes)
@@ -79,26 +79,26 @@ cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     """Decode a token from its float rows or its codes."""
     cdef const kv_decode *call = <const kv_decode *>shared
     cdef const kv_kernels *kernels = call.kernels
-    cdef const kv_store *store = call.store
+    cdef const kv_layout *layout = call.layout
     cdef bint values = call.values
-    cdef const kv_side *side = &store.v if values else &store.k
+    cdef const kv_side *side = &layout.v if values else &layout.k
     cdef float buffer[KV_MAX_HEAD_DIM]
     cdef float *row
-    cdef float *out = call.out + index * store.num_kv_heads * side.head_dim
-    cdef Py_ssize_t position = call.positions[index], offset = call.slots[index] % store.k.block_size, head
-    cdef int32_t block = <int32_t>(call.slots[index] // store.k.block_size)
-    cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.seals and (
-        position >= call.floats_begin or offset >= patched_from(store, block)))
-    for head in range(store.num_kv_heads):
+    cdef float *out = call.out + index * layout.num_kv_heads * side.head_dim
+    cdef Py_ssize_t position = call.positions[index], offset = call.slots[index] % layout.k.block_size, head
+    cdef int32_t block = <int32_t>(call.slots[index] // layout.k.block_size)
+    cdef bint floats = layout.floats != NULL and (position < layout.float_tokens or layout.seals and (
+        position >= call.floats_begin or offset >= patched_from(layout, block)))
+    for head in range(layout.num_kv_heads):
         row = &buffer[0] if call.nontemporal else out
         if floats:
-            kernels.to_float[float_dtype_of(store, values)](float_row_at(store, block, offset, head, values), side.head_dim, row)
+            kernels.to_float[float_dtype_of(layout, values)](float_row_at(layout, block, offset, head, values), side.head_dim, row)
         elif values:
-            kernels.decode_v(side, v_block_at(store, block, head), <int>offset, row)
+            kernels.decode_v(side, v_block_at(layout, block, head), <int>offset, row)
         else:
-            kernels.decode_k(side, k_block_at(store, block, head), <int>offset, row)
+            kernels.decode_k(side, k_block_at(layout, block, head), <int>offset, row)
         if not values:
-            change_key_basis(kernels, store, head, KV_FROM_STORED, row, side.head_dim, 1, row, side.head_dim)
+            change_key_basis(kernels, layout, head, KV_FROM_STORED, row, side.head_dim, 1, row, side.head_dim)
         elif side.rotated:
             kernels.rotate(row, side.head_dim, 1, side.head_dim, row, side.head_dim)
         if call.nontemporal:

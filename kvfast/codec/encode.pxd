@@ -1,7 +1,7 @@
 """Writes rows of keys and values into blocks, normalised and rotated if a model needs it."""
 from libc.stdint cimport int64_t
 
-from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.threads cimport kv_team
 from kvfast.core.kernels cimport kv_kernels, kv_transform
@@ -24,11 +24,11 @@ cdef enum kv_written:
 cdef bint is_identity(const kv_rotary *rotary) noexcept nogil
 cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
                     Py_ssize_t num_heads, const kv_rotary *rotary, float *out, Py_ssize_t stride) noexcept nogil
-cdef tuple storable(const kv_store *store, Rows k, Rows v)
-cdef int check_storable(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1
-cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1
+cdef tuple storable(const kv_layout *layout, Rows k, Rows v)
+cdef int check_storable(const kv_layout *layout, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1
+cdef int check_rows(const kv_layout *layout, Rows k, Rows v) except -1
 cdef double work_of(const kv_rows *k) noexcept nogil
-cdef kv_written encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
+cdef kv_written encode_rows(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
                             const int64_t *slots, bint in_order, kv_team *team) noexcept nogil
-cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
+cdef int write_rows(const kv_layout *layout, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order, bint may_stop) except -1

@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport KV_TO_STORED, change_key_basis, changes_basis, k_block_at, kv_store, piece_of, v_block_at
+from kvfast.codec.blocks cimport KV_TO_STORED, change_key_basis, changes_basis, k_block_at, kv_layout, piece_of, v_block_at
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, zero_unstorable
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch
@@ -23,7 +23,7 @@ cdef enum:
 
 ctypedef struct kv_write:
     const kv_kernels *kernels
-    const kv_store *store
+    const kv_layout *layout
     kv_rows k
     kv_rows v
     kv_rotary rotary     # of the keys
@@ -65,22 +65,22 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
     """Encode `count` tokens with consecutive slots in one block. `buffer` has room for RUN rows."""
     cdef const float *source = buffer
     cdef Py_ssize_t stride = rows.dim
-    cdef const kv_side *side = &call.store.v if values else &call.store.k
+    cdef const kv_side *side = &call.layout.v if values else &call.layout.k
     cdef int32_t block, piece = -1
     cdef int slot, i
-    cdef const kv_store *floats = call.store.floats
-    cdef float limit = _limit(call.store, values)
+    cdef const kv_layout *floats = call.layout.floats
+    cdef float limit = _limit(call.layout, values)
     if rows.dtype == KV_FLOAT32 and is_identity(rotary):
         source = <const float *>(rows.data + token * rows.token_stride + head * rows.head_stride)
         stride = rows.token_stride // <Py_ssize_t>sizeof(float)
     else:
         for i in range(count):
             load_rows(call.kernels, rows, token + i, head, 1, rotary, buffer + i * stride, stride)
-    if changes_basis(call.store, values):
+    if changes_basis(call.layout, values):
         if values:
             call.kernels.rotate(source, stride, count, rows.dim, buffer, rows.dim)
         else:
-            change_key_basis(call.kernels, call.store, head, KV_TO_STORED, source, stride, count, buffer, rows.dim)
+            change_key_basis(call.kernels, call.layout, head, KV_TO_STORED, source, stride, count, buffer, rows.dim)
         source, stride = buffer, rows.dim
     for i in range(count):
         if call.kernels.find_unstorable(source + i * stride, rows.dim, limit) >= 0:
@@ -90,24 +90,24 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
         return
     block, slot = <int32_t>(call.slots[token] // side.block_size), <int>(call.slots[token] % side.block_size)
     if floats != NULL:
-        piece = piece_of(call.store, block, slot)
+        piece = piece_of(call.layout, block, slot)
     if piece >= 0 and values:
         call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
     elif piece >= 0:
         call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
-    if call.store.seals:
+    if call.layout.seals:
         return
     if values:
-        call.kernels.encode_v(side, v_block_at(call.store, block, head), slot, source, stride, count)
+        call.kernels.encode_v(side, v_block_at(call.layout, block, head), slot, source, stride, count)
     else:
-        call.kernels.encode_k(side, k_block_at(call.store, block, head), slot, source, stride, count)
+        call.kernels.encode_k(side, k_block_at(call.layout, block, head), slot, source, stride, count)
 
 
-cdef float _limit(const kv_store *store, bint values) noexcept nogil:
+cdef float _limit(const kv_layout *layout, bint values) noexcept nogil:
     """Largest magnitude of an element that can be stored, before and after the rotation."""
-    if store.floats != NULL:
-        return dtype_limit(store.floats.v.dtype if values else store.floats.k.dtype)
-    return KV_MAX_ROTATED if changes_basis(store, values) else dtype_limit(store.v.dtype if values else store.k.dtype)
+    if layout.floats != NULL:
+        return dtype_limit(layout.floats.v.dtype if values else layout.floats.k.dtype)
+    return KV_MAX_ROTATED if changes_basis(layout, values) else dtype_limit(layout.v.dtype if values else layout.k.dtype)
 
 
 cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
@@ -116,7 +116,7 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
     cdef kv_rotary nothing
     cdef Py_ssize_t token = first, head
     cdef int64_t slot
-    cdef int count, block_size = call.store.k.block_size
+    cdef int count, block_size = call.layout.k.block_size
     memset(&nothing, 0, sizeof(nothing))
     while token < last:
         if is_stopped(call.watch):
@@ -126,13 +126,13 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
             token += 1
             continue
         while (count < RUN and token + count < last and (call.slots == NULL or call.slots[token + count] == slot + count)
-               and (slot + count) % (block_size if call.store.floats == NULL else KV_PIECE)):
+               and (slot + count) % (block_size if call.layout.floats == NULL else KV_PIECE)):
             count += 1
         for head in range(first_head, last_head):
             _encode_run(call, &call.k, &call.rotary, False, token, count, head, buffer)
             _encode_run(call, &call.v, &nothing, True, token, count, head, buffer)
         token += count
-    if call.store.secure:
+    if call.layout.secure:
         kv_wipe(buffer, RUN * max(call.k.dim, call.v.dim) * sizeof(float))
 
 
@@ -152,55 +152,55 @@ cdef int _write_task(void *shared, Py_ssize_t index, int thread, kv_watch *watch
     return 0
 
 
-cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
+cdef int check_rows(const kv_layout *layout, Rows k, Rows v) except -1:
     """Check that keys and values have the shape of a cache's tokens."""
-    _check_shape(store, k, "k", store.k.head_dim)
-    _check_shape(store, v, "v", store.v.head_dim)
+    _check_shape(layout, k, "k", layout.k.head_dim)
+    _check_shape(layout, v, "v", layout.v.head_dim)
     if k.rows.tokens != v.rows.tokens:
         raise DimensionMismatchError(f"k and v must hold the same number of tokens, got {k.rows.tokens} and "
                                      f"{v.rows.tokens}")
     return 0
 
 
-cdef int check_storable(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1:
+cdef int check_storable(const kv_layout *layout, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1:
     """Refuse rows that `write_rows` would refuse, before anything is written. Without slots, all tokens are checked."""
     cdef kv_team team
     cdef kv_written done
     gather(&team, None, work_of(&k.rows))
     with nogil:
-        done = _run(store, &k.rows, &v.rows, rotary, slots, True, True, &team)
+        done = _run(layout, &k.rows, &v.rows, rotary, slots, True, True, &team)
     check_stopped(team.watch)
     if done != WRITTEN:
-        _refuse(done, store, k, v, slots)
+        _refuse(done, layout, k, v, slots)
     return 0
 
 
-cdef int _refuse(kv_written done, const kv_store *store, Rows k, Rows v, const int64_t *slots) except -1:
+cdef int _refuse(kv_written done, const kv_layout *layout, Rows k, Rows v, const int64_t *slots) except -1:
     """Raise for lack of memory, or for the first value that cannot be stored."""
     if done == OUT_OF_MEMORY:
         raise MemoryError("cannot allocate the working memory of appending tokens")
-    names = ("the latent part", "the rotary part") if store.latent else ("k", "v")
-    check_finite(k, names[0], _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else store.floats.k.dtype), slots)
-    check_finite(v, names[1], _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else store.floats.v.dtype), slots)
-    raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(store, False):g}, "
-                              f"+-{_limit(store, True):g}) once it is normalised and rotated")
+    names = ("the latent part", "the rotary part") if layout.latent else ("k", "v")
+    check_finite(k, names[0], _limit(layout, False), dtype_name(layout.k.dtype if layout.floats == NULL else layout.floats.k.dtype), slots)
+    check_finite(v, names[1], _limit(layout, True), dtype_name(layout.v.dtype if layout.floats == NULL else layout.floats.v.dtype), slots)
+    raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(layout, False):g}, "
+                              f"+-{_limit(layout, True):g}) once it is normalised and rotated")
 
 
-cdef tuple storable(const kv_store *store, Rows k, Rows v):
+cdef tuple storable(const kv_layout *layout, Rows k, Rows v):
     """Keys and values with zeros for rows that cannot be stored."""
-    return zero_unstorable(k, _limit(store, False)), zero_unstorable(v, _limit(store, True))
+    return zero_unstorable(k, _limit(layout, False)), zero_unstorable(v, _limit(layout, True))
 
 
-cdef int _check_shape(const kv_store *store, Rows array, str name, Py_ssize_t dim) except -1:
-    if array.rows.heads != store.num_kv_heads or array.rows.dim != dim:
-        swapped = array.rows.tokens == store.num_kv_heads and array.rows.dim == dim
-        raise DimensionMismatchError(f"{name} must have shape (num_tokens, {store.num_kv_heads}, {dim}), "
+cdef int _check_shape(const kv_layout *layout, Rows array, str name, Py_ssize_t dim) except -1:
+    if array.rows.heads != layout.num_kv_heads or array.rows.dim != dim:
+        swapped = array.rows.tokens == layout.num_kv_heads and array.rows.dim == dim
+        raise DimensionMismatchError(f"{name} must have shape (num_tokens, {layout.num_kv_heads}, {dim}), "
                                      f"got ({array.rows.tokens}, {array.rows.heads}, {array.rows.dim})"
                                      + (f": pass {name}.transpose(1, 0, 2)" if swapped else ""))
     return 0
 
 
-cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
+cdef int write_rows(const kv_layout *layout, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order, bint may_stop) except -1:
     """Encode tokens into their slots, after `check_rows`. A token with slot -1 is left out. With rotary NULL, rows stay as
     they are.
@@ -214,10 +214,10 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rota
     if not may_stop:
         team.watch = NULL
     with nogil:
-        done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, &team)
+        done = encode_rows(layout, &k.rows, &v.rows, rotary, slots, in_order, &team)
     check_stopped(team.watch)
     if done != WRITTEN:
-        _refuse(done, store, k, v, slots)
+        _refuse(done, layout, k, v, slots)
     return 0
 
 
@@ -226,19 +226,19 @@ cdef double work_of(const kv_rows *k) noexcept nogil:
     return <double>k.tokens * k.heads * k.dim * 8
 
 
-cdef kv_written encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
+cdef kv_written encode_rows(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
                             const int64_t *slots, bint in_order, kv_team *team) noexcept nogil:
     """`write_rows` without the GIL."""
-    return _run(store, k, v, rotary, slots, in_order, False, team)
+    return _run(layout, k, v, rotary, slots, in_order, False, team)
 
 
-cdef kv_written _run(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
+cdef kv_written _run(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
                      bint in_order, bint checks, kv_team *team) noexcept nogil:
     """`encode_rows`, or only its checks."""
     cdef kv_write call
     cdef int bad = 0
     cdef Py_ssize_t tasks = 1, n = k.tokens
-    call.kernels, call.store = active(), store
+    call.kernels, call.layout = active(), layout
     call.k, call.v = k[0], v[0]
     memset(&call.rotary, 0, sizeof(call.rotary))
     if rotary != NULL:
@@ -247,8 +247,8 @@ cdef kv_written _run(const kv_store *store, const kv_rows *k, const kv_rows *v, 
     if team.threads == 1:
         call.in_order, call.first_range, call.range_tokens = True, n, n
     elif in_order:
-        call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
-        call.first_range = call.range_tokens - (0 if checks else slots[0] % store.k.block_size)
+        call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>layout.k.block_size)
+        call.first_range = call.range_tokens - (0 if checks else slots[0] % layout.k.block_size)
         tasks = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
     else:
         tasks = k.heads

@@ -1,8 +1,8 @@
 """Seals blocks: encodes them as a whole, from the float rows of their tokens."""
 from libc.stdint cimport int16_t, int32_t, uint8_t
 
-from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.blocks cimport kv_layout
 
 
-cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
+cdef int seal_blocks(const kv_layout *layouts, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
                      bint at_start, const int16_t *kept_codes, uint8_t *unfit, const int16_t *written) except -1

@@ -3,7 +3,7 @@
 from libc.stdint cimport int16_t, int32_t, uint8_t
 from libc.stdlib cimport abs, free, malloc
 
-from kvfast.codec.blocks cimport float_dtype_of, float_row_at, k_block_at, kv_store, v_block_at
+from kvfast.codec.blocks cimport float_dtype_of, float_row_at, k_block_at, kv_layout, v_block_at
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport active, kv_kernels, kv_room
 from kvfast.core.scratch cimport give_scratch, take_scratch
@@ -19,7 +19,7 @@ cdef extern from *:
 
 ctypedef struct kv_seal:
     const kv_kernels *kernels
-    const kv_store *stores
+    const kv_layout *layouts
     Py_ssize_t num_layers
     const int32_t *blocks
     bint at_start              # the first block is the first of its sequence
@@ -31,7 +31,7 @@ ctypedef struct kv_seal:
     void **rooms               # (threads,) of kernels
 
 
-cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
+cdef int seal_blocks(const kv_layout *layouts, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
                      bint at_start, const int16_t *kept_codes, uint8_t *unfit, const int16_t *written) except -1:
     """Seal blocks whose tokens all have float rows. With `at_start` the first block is the first of its sequence. If `written` is
     not NULL, only the first written[b] tokens of block b, at least one, need them: the codes of the others must not be read.
@@ -39,13 +39,13 @@ cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_
     The first abs(kept_codes[b]) tokens of block b keep their codes, and the block keeps its statistics. unfit[i] is set if
     the other tokens of the i-th block do not fit these statistics; their codes must not be read then.
     """
-    cdef Py_ssize_t elements = <Py_ssize_t>max(stores.k.padded_dim, stores.v.padded_dim) * stores.k.block_size
-    cdef Py_ssize_t tasks = num_blocks * num_layers * stores.num_kv_heads, nbytes
+    cdef Py_ssize_t elements = <Py_ssize_t>max(layouts.k.padded_dim, layouts.v.padded_dim) * layouts.k.block_size
+    cdef Py_ssize_t tasks = num_blocks * num_layers * layouts.num_kv_heads, nbytes
     cdef kv_team team
     cdef kv_seal call
     cdef int i
     gather(&team, None, <double>tasks * elements * 8)
-    call.kernels, call.stores, call.num_layers, call.blocks, call.at_start = active(), stores, num_layers, blocks, at_start
+    call.kernels, call.layouts, call.num_layers, call.blocks, call.at_start = active(), layouts, num_layers, blocks, at_start
     call.kept_codes, call.unfit, call.elements, call.written = kept_codes, unfit, elements, written
     nbytes = team.threads * elements * sizeof(float)
     call.rows, call.rooms = <float *>malloc(nbytes), <void **>malloc(team.threads * sizeof(void *))
@@ -56,7 +56,7 @@ cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_
     try:
         for_each(&team, _seal, &call, tasks, DYNAMIC)
     finally:
-        if stores.secure:
+        if layouts.secure:
             kv_wipe(call.rows, nbytes)
             for i in range(team.threads):
                 kv_wipe_pages(<char *>call.rooms[i], sizeof(kv_room))
@@ -69,32 +69,32 @@ cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_
 cdef int _seal(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
     """Seal one head of one block of one layer."""
     cdef const kv_seal *call = <const kv_seal *>shared
-    cdef Py_ssize_t heads = call.stores.num_kv_heads, head = index % heads, i = index // heads // call.num_layers
-    cdef const kv_store *store = call.stores + index // heads % call.num_layers
+    cdef Py_ssize_t heads = call.layouts.num_kv_heads, head = index % heads, i = index // heads // call.num_layers
+    cdef const kv_layout *layout = call.layouts + index // heads % call.num_layers
     cdef int32_t block = call.blocks[i]
     cdef bint at_start = call.at_start and i == 0
-    cdef Py_ssize_t v_dim = store.v.head_dim
-    cdef int size = store.k.block_size, good = abs(call.kept_codes[block])
+    cdef Py_ssize_t v_dim = layout.v.head_dim
+    cdef int size = layout.k.block_size, good = abs(call.kept_codes[block])
     cdef Py_ssize_t last = size - 1 if call.written == NULL else call.written[block] - 1
     cdef float *rows = call.rows + thread * call.elements
-    if not store.seals:
+    if not layout.seals:
         return 0
-    _load(call.kernels, store, block, head, at_start, last, False, rows)
-    if not call.kernels.seal_k(&store.k, k_block_at(store, block, head), rows, store.k.head_dim, good,
+    _load(call.kernels, layout, block, head, at_start, last, False, rows)
+    if not call.kernels.seal_k(&layout.k, k_block_at(layout, block, head), rows, layout.k.head_dim, good,
                                <kv_room *>call.rooms[thread]):
         kv_set(call.unfit + i)
-    _load(call.kernels, store, block, head, at_start, last, True, rows)
-    call.kernels.encode_v(&store.v, v_block_at(store, block, head), good, rows + good * v_dim, v_dim, size - good)
+    _load(call.kernels, layout, block, head, at_start, last, True, rows)
+    call.kernels.encode_v(&layout.v, v_block_at(layout, block, head), good, rows + good * v_dim, v_dim, size - good)
     return 0
 
 
-cdef void _load(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start, Py_ssize_t last,
+cdef void _load(const kv_kernels *kernels, const kv_layout *layout, int32_t block, Py_ssize_t head, bint at_start, Py_ssize_t last,
                 bint values, float *rows) noexcept nogil:
     """Load the float rows of a block up to offset `last`, one after the other. The codes of a sequence's first tokens are never
     read. The token after them takes their places, so that their unusual values do not widen the statistics; so does the last for
     the tokens after it."""
-    cdef Py_ssize_t offset, first = store.float_tokens if at_start else 0
-    cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim
-    for offset in range(store.k.block_size):
-        kernels.to_float[float_dtype_of(store, values)](float_row_at(store, block, min(max(offset, first), last), head, values),
+    cdef Py_ssize_t offset, first = layout.float_tokens if at_start else 0
+    cdef Py_ssize_t dim = layout.v.head_dim if values else layout.k.head_dim
+    for offset in range(layout.k.block_size):
+        kernels.to_float[float_dtype_of(layout, values)](float_row_at(layout, block, min(max(offset, first), last), head, values),
                                                         dim, rows + offset * dim)

@@ -12,7 +12,7 @@ from kvfast.caches.paged import PagedKVCache
 from kvfast.caches.paged_mla import PagedMLAKVCache
 from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.caches.sequence_cache import SequenceCache
-from kvfast.caches.stored_sequence import buffer_of
+from kvfast.caches.stored_sequence import storage_in
 from kvfast.errors import DimensionMismatchError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class CacheBridges:
             cache.append(layer, _latent_rows(cache, k, v))
             return
         heads, dim = k.shape[1:]
-        shape = buffer_of(cache).shape(layer)
+        shape = storage_in(cache).shape(layer)
         if shape != (heads, dim, dim):
             dims = shape[1] if shape[1] == shape[2] else f"{shape[1]} (values {shape[2]})"
             raise DimensionMismatchError(f"compressed must have {shape[0]} heads of {dims} like the cache, got {heads} of {dim}")
@@ -107,7 +107,7 @@ def _rows_of(cache, layer):
     """Keys and values of the tokens of a layer, or latents and rotary parts, as arrays of shape (tokens, heads, dim)."""
     _check_kind(cache)
     if isinstance(cache, MultiHeadKVCache):
-        buffer_of(cache).shape(layer)  # IndexError for another than 0
+        storage_in(cache).shape(layer)  # IndexError for another than 0
         return cache.k(), cache.v()
     if isinstance(cache, LatentSequence):
         rows = cache.get_latent(layer)[:, None]

@@ -10,7 +10,7 @@ from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, open_request
 from kvfast.attention.run cimport run_plan
 from kvfast.attention.workspace cimport Workspace
-from kvfast.codec.blocks cimport init_rows, kv_chunk, kv_context, kv_store
+from kvfast.codec.blocks cimport init_rows, kv_slab, kv_context, kv_layout
 from kvfast.core.kernels cimport KV_FLOAT16, active, kv_codes, kv_kernels, kv_prefetch, kv_side
 
 
@@ -103,21 +103,21 @@ def attend(q, const Py_ssize_t[::1] visible, PQCodes keys, PQCodes values, doubl
     out : ndarray of shape (num_queries, num_q_heads, dims), float32
     lse : ndarray of shape (num_queries, num_q_heads), float32
     """
-    cdef kv_store store
-    cdef kv_chunk chunk
+    cdef kv_layout layout
+    cdef kv_slab slab
     cdef kv_context context
     cdef Plan plan
     cdef Request request
     cdef Py_ssize_t i
     memset(&context, 0, sizeof(context))
-    init_rows(&store, &chunk, keys._codes.shape[0], KV_FLOAT16, keys.dim, KV_FLOAT16, values.dim)
-    store.decode, store.k_codes, store.v_codes = _decode, &keys.c, &values.c
-    # Attention prefetches the block that it reads next, where other stores have one.
-    store.base = <char *>keys.c.codes.data
-    chunk.k_head_stride = chunk.v_head_stride = keys.c.head_bytes
+    init_rows(&layout, &slab, keys._codes.shape[0], KV_FLOAT16, keys.dim, KV_FLOAT16, values.dim)
+    layout.decode, layout.k_codes, layout.v_codes = _decode, &keys.c, &values.c
+    # Attention prefetches the block that it reads next, where other layouts have one.
+    layout.base = <char *>keys.c.codes.data
+    slab.k_head_stride = slab.v_head_stride = keys.c.head_bytes
     context.length = keys._codes.shape[1]
-    request = open_request(&store, q, Options(scale=scale, causal=False, return_lse=True, num_threads=num_threads))
-    plan = open_plan(request, &store, Workspace(), 1)
+    request = open_request(&layout, q, Options(scale=scale, causal=False, return_lse=True, num_threads=num_threads))
+    plan = open_plan(request, &layout, Workspace(), 1)
     plan.ask(&context, 0, visible.shape[0])
     for i in range(visible.shape[0]):
         plan.call.queries[i].stop = visible[i]

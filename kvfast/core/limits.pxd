@@ -21,8 +21,8 @@ cdef extern from "simd/limits.h" nogil:
         KV_MAX_RECENT_TOKENS
         KV_FEW_QUERIES
         KV_MAX_FLOAT_TOKENS
-        KV_CHUNK_SHIFT
-        KV_CHUNK_BLOCKS
+        KV_SLAB_SHIFT
+        KV_SLAB_BLOCKS
         KV_MAX_LAYERS
         KV_MAX_KV_HEADS
         KV_MAX_Q_HEADS

@@ -28,7 +28,7 @@ def _check(name, value, good, expected):
 
 
 @dataclass(frozen=True)
-class Reading:
+class Prefetching:
     """How attention asks for memory.
 
     Attributes
@@ -52,10 +52,10 @@ class Reading:
         return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
 
 
-NAMES = tuple(field.name for field in fields(Reading))
+NAMES = tuple(field.name for field in fields(Prefetching))
 
 # For processors that are not in the table. On x86 prefetches fill level 2; `python -m kvfast tune` tells whether level 1 is better.
-DEFAULT = Reading()
+DEFAULT = Prefetching()
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Row:
     models : frozenset of int
     tier : str
         The best of the machine, as a hypervisor may hide some; empty for any.
-    reading : Reading
+    prefetching : Prefetching
         By ``python -m kvfast tune`` on such a processor.
     """
 
@@ -78,7 +78,7 @@ class Row:
     family: int
     models: frozenset[int]
     tier: str
-    reading: Reading
+    prefetching: Prefetching
 
 
 # Processors that read faster with other settings than the default, by `python -m kvfast tune`.
@@ -89,9 +89,9 @@ TABLE = (
         6,
         frozenset([0x8F, 0xCF]),
         "avx512_vbmi",
-        Reading(2, int8_order="side"),
+        Prefetching(2, int8_order="side"),
     ),
-    Row("EPYC Zen 5", "AuthenticAMD", 26, frozenset(range(0x20)), "", Reading(1)),
+    Row("EPYC Zen 5", "AuthenticAMD", 26, frozenset(range(0x20)), "", Prefetching(1)),
 )
 
 
@@ -102,7 +102,7 @@ def processor():
 
 
 def from_table(identity=None, tier=None):
-    """The reading of a processor, and the name of its row.
+    """The prefetching of a processor, and the name of its row.
 
     Parameters
     ----------
@@ -113,13 +113,13 @@ def from_table(identity=None, tier=None):
 
     Returns
     -------
-    tuple of Reading and str
+    tuple of Prefetching and str
     """
     vendor, family, model = cpu_identity() if identity is None else identity
     tier = tier or available_isas()[0]
     for row in TABLE:
         if (row.vendor, row.family) == (vendor, family) and model in row.models and row.tier in ("", tier):
-            return row.reading, f"the table, {row.name}"
+            return row.prefetching, f"the table, {row.name}"
     return DEFAULT, "the default for processors that are not in the table"
 
 
@@ -144,8 +144,8 @@ def _home():
     return home
 
 
-def keep(reading):
-    """Write a reading for this kind of processor to `file`, next to those of other kinds.
+def keep(prefetching):
+    """Write a prefetching for this kind of processor to `file`, next to those of other kinds.
 
     Returns
     -------
@@ -158,7 +158,7 @@ def keep(reading):
     except (OSError, ValueError):  # there is none yet, or none that is any good
         processors = {}
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    _write(path, {**processors, processor(): asdict(reading)})
+    _write(path, {**processors, processor(): asdict(prefetching)})
     return path
 
 
@@ -228,11 +228,11 @@ def _parsed(text):
 
 
 def choose():
-    """The reading for this processor, and where it is from: `VARIABLE`, else the kept file, else the table.
+    """The prefetching for this processor, and where it is from: `VARIABLE`, else the kept file, else the table.
 
     Returns
     -------
-    tuple of Reading and str
+    tuple of Prefetching and str
 
     Raises
     ------
@@ -271,19 +271,19 @@ def choose():
 _in_use = DEFAULT, ""
 
 
-def use(reading, source):
+def use(prefetching, source):
     """Set how attention asks for memory from now on, in this process."""
     global _in_use
-    set_prefetching(reading.prefetch_level, reading.int8_order == "side")
-    _in_use = reading, source
+    set_prefetching(prefetching.prefetch_level, prefetching.int8_order == "side")
+    _in_use = prefetching, source
 
 
 def in_use():
-    """The reading in force, and where it is from.
+    """The prefetching in force, and where it is from.
 
     Returns
     -------
-    tuple of Reading and str
+    tuple of Prefetching and str
     """
     return _in_use
 

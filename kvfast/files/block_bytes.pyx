@@ -5,13 +5,13 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.codec.stored_floats cimport StoredFloats, are_storable
 from kvfast.core.kernels cimport kv_side
-from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
+from kvfast.core.limits cimport KV_SLAB_SHIFT, KV_PIECE
 from kvfast.storage.memory.float_rows cimport FloatRows
 from kvfast.storage.memory.pool cimport BlockPool
-from kvfast.storage.sequences.sequence cimport SequenceBuffer
+from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.copying cimport clone_table, copy_slots
 from kvfast.storage.tables.ring_table cimport RingTable
@@ -37,7 +37,7 @@ cdef Py_ssize_t _slots_with_codes(BlockTable table) noexcept:
 cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) noexcept:
     """Number of blocks after the full ones in which the layer has codes."""
     cdef Py_ssize_t slots = table.num_slots()
-    if table.pool.stores[layer].seals:
+    if table.pool.layouts[layer].seals:
         slots = min(slots, _slots_with_codes(table))
     return (slots + table.pool.block_size - 1) // table.pool.block_size - num_full_blocks(table)
 
@@ -50,7 +50,7 @@ cdef BlockTable _straight(BlockTable table):
         return clone_table(table, pool.exact(table.map.count))
     for i in range(1, num_full_blocks(table)):
         if (table.map.blocks[i] != table.map.blocks[0] + i
-                or pool.chunk_of[table.map.blocks[i] >> KV_CHUNK_SHIFT] != pool.chunk_of[table.map.blocks[0] >> KV_CHUNK_SHIFT]):
+                or pool.slab_of[table.map.blocks[i] >> KV_SLAB_SHIFT] != pool.slab_of[table.map.blocks[0] >> KV_SLAB_SHIFT]):
             return clone_table(table, pool.exact(table.map.count))
     return table
 
@@ -63,7 +63,7 @@ cdef BlockTable _tail(BlockTable table):
         return None
     other = BlockTable(table.pool.exact((rest + table.pool.block_size - 1) // table.pool.block_size))
     other.open(other.pool.num_blocks)
-    copy_slots(table.pool.stores, table.map.blocks + full, other.pool.stores, other.map.blocks, table.pool.num_layers, rest,
+    copy_slots(table.pool.layouts, table.map.blocks + full, other.pool.layouts, other.map.blocks, table.pool.num_layers, rest,
                _slots_with_codes(table) - first, True)
     return other
 
@@ -76,10 +76,10 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     cdef Py_ssize_t position, head, longest = table.longest()
     cdef Py_ssize_t first, last, row_bytes
     cdef FloatRows floats = table.pool.floats
-    cdef kv_store *store = table.pool.stores + layer
+    cdef kv_layout *layout = table.pool.layouts + layer
     cdef Py_ssize_t size = table.pool.block_size
     result = []
-    if store.floats == NULL:
+    if layout.floats == NULL:
         return result
     begin = {index: index * size + kept_codes for index, kept_codes in table.states.patches(table.length, longest)
              if index * size < table.states.floats_begin}
@@ -87,10 +87,10 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
         for head in range(floats.pieces.num_kv_heads):
             piece = floats.pieces.bytes_of_head(layer, floats.float_of[table.map.slot(position) // KV_PIECE], 1, head, values)[0]
             if copies:
-                piece, row_bytes = piece.copy(), store.floats.v.row_stride if values else store.floats.k.row_stride
-                first = max(store.float_tokens - position, <Py_ssize_t>0)
+                piece, row_bytes = piece.copy(), layout.floats.v.row_stride if values else layout.floats.k.row_stride
+                first = max(layout.float_tokens - position, <Py_ssize_t>0)
                 last = KV_PIECE
-                if store.seals:
+                if layout.seals:
                     last = max(begin.get(position // size, table.states.floats_begin) - position, <Py_ssize_t>0)
                 piece[first * row_bytes:max(first, last) * row_bytes] = 0
                 piece[min(longest - position, KV_PIECE) * row_bytes:] = 0
@@ -98,15 +98,15 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     return result
 
 
-def floats_of(SequenceBuffer buffer, Py_ssize_t layer, bint values, bint in_pieces):
+def floats_of(SequenceStorage storage, Py_ssize_t layer, bint values, bint in_pieces):
     """The `StoredFloats` of one side of a layer: of its blocks, or of its pieces of float rows."""
     cdef BlockTable table
     cdef Py_ssize_t i
-    cdef const kv_store *store
+    cdef const kv_layout *layout
     cdef StoredFloats floats = StoredFloats.__new__(StoredFloats)
-    table, i = buffer.layer_tables[layer]
-    store = table.pool.stores[i].floats if in_pieces else table.pool.stores + i
-    floats.side, floats.owner = &store.v if values else &store.k, table.pool
+    table, i = storage.layer_tables[layer]
+    layout = table.pool.layouts[i].floats if in_pieces else table.pool.layouts + i
+    floats.side, floats.owner = &layout.v if values else &layout.k, table.pool
     return floats
 
 
@@ -137,7 +137,7 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1
     return 0
 
 
-def layout(SequenceBuffer buffer, Py_ssize_t length, list states):
+def places(SequenceStorage storage, Py_ssize_t length, list states):
     """The shapes of `targets`, for `length` tokens; ValueError if `states` are invalid.
 
     Returns
@@ -146,31 +146,31 @@ def layout(SequenceBuffer buffer, Py_ssize_t length, list states):
         Each (full blocks, blocks after them, bytes of a block, pieces of float rows, bytes of a piece).
     """
     cdef BlockTable table
-    cdef kv_store *store
+    cdef kv_layout *layout
     cdef Py_ssize_t layer
-    if len(states) != len(buffer.tables):
-        raise ValueError(f"states must describe {len(buffer.tables)} block tables, got {len(states)}")
-    measured = {table: _measured(table, length, state) for table, state in zip(buffer.tables, states)}
+    if len(states) != len(storage.tables):
+        raise ValueError(f"states must describe {len(storage.tables)} block tables, got {len(states)}")
+    measured = {table: _measured(table, length, state) for table, state in zip(storage.tables, states)}
     result = []
-    for table, layer in buffer.layer_tables:
-        store = table.pool.stores + layer
+    for table, layer in storage.layer_tables:
+        layout = table.pool.layouts + layer
         table = measured[table]
         blocks = num_full_blocks(table), _tail_blocks(table, layer)
         pieces, k_bytes, v_bytes = 0, 0, 0
-        if store.floats != NULL:
-            pieces, k_bytes, v_bytes = len(table.pieces()), store.floats.k.bytes, store.floats.v.bytes
-        result.append(((*blocks, store.k.bytes, pieces, k_bytes), (*blocks, store.v.bytes, pieces, v_bytes)))
+        if layout.floats != NULL:
+            pieces, k_bytes, v_bytes = len(table.pieces()), layout.floats.k.bytes, layout.floats.v.bytes
+        result.append(((*blocks, layout.k.bytes, pieces, k_bytes), (*blocks, layout.v.bytes, pieces, v_bytes)))
     return result
 
 
-def check_rest(SequenceBuffer buffer, Py_ssize_t skip, Py_ssize_t length, list states, data):
+def check_rest(SequenceStorage storage, Py_ssize_t skip, Py_ssize_t length, list states, data):
     """Check that contiguous `data` may be the bytes of `rest` for `length` tokens; ValueError if they or `states` are invalid."""
     cdef BlockTable table
     cdef const unsigned char[::1] given = data
     cdef Py_ssize_t layer, at = 0, i, total = 0, blocks, pieces, nbytes, piece_bytes
-    cdef const kv_store *store
+    cdef const kv_layout *layout
     parts = []
-    for (table, layer), pair in zip(buffer.layer_tables, layout(buffer, length, states)):
+    for (table, layer), pair in zip(storage.layer_tables, places(storage, length, states)):
         skipped = skip if keeps_all(table) else 0
         for i, (full, tails, nbytes, pieces, piece_bytes) in enumerate(pair):
             if skipped > full:
@@ -181,16 +181,16 @@ def check_rest(SequenceBuffer buffer, Py_ssize_t skip, Py_ssize_t length, list s
     if given.shape[0] != total:
         raise ValueError(f"they must have {total} bytes, got {given.shape[0]}")
     for table, layer, i, blocks, pieces in parts:
-        store = table.pool.stores + layer
+        layout = table.pool.layouts + layer
         for count, side in ((blocks, 0), (pieces, 1)):
             if count:
-                at = _check_blocks(store.floats if side else store, i, &given[0], at, count)
+                at = _check_blocks(layout.floats if side else layout, i, &given[0], at, count)
     return 0
 
 
-cdef Py_ssize_t _check_blocks(const kv_store *store, bint values, const unsigned char *data, Py_ssize_t at, Py_ssize_t count) except -1:
+cdef Py_ssize_t _check_blocks(const kv_layout *layout, bint values, const unsigned char *data, Py_ssize_t at, Py_ssize_t count) except -1:
     """Check the floats of `count` blocks from `at` on. Returns where they end."""
-    cdef const kv_side *side = &store.v if values else &store.k
+    cdef const kv_side *side = &layout.v if values else &layout.k
     cdef bint good
     with nogil:
         good = are_storable(side, <const char *>data + at, count)
@@ -199,7 +199,7 @@ cdef Py_ssize_t _check_blocks(const kv_store *store, bint values, const unsigned
     return at + count * side.bytes
 
 
-def rest(SequenceBuffer buffer, Py_ssize_t skip, bint copies):
+def rest(SequenceStorage storage, Py_ssize_t skip, bint copies):
     """The bytes of a sequence after the first `skip` blocks of those layers that keep all tokens.
 
     Parameters
@@ -216,9 +216,9 @@ def rest(SequenceBuffer buffer, Py_ssize_t skip, bint copies):
     """
     cdef BlockTable table, tail
     cdef Py_ssize_t layer, full, first, i
-    tails = {table: _tail(table) for table in buffer.tables} if copies else {}
+    tails = {table: _tail(table) for table in storage.tables} if copies else {}
     result = []
-    for table, layer in buffer.layer_tables:
+    for table, layer in storage.layer_tables:
         full, tail = num_full_blocks(table), tails.get(table, table)
         first = 0 if copies else full
         heads = range(table.pool.num_kv_heads)
@@ -263,23 +263,23 @@ def copy_rows(list rows, data, bint write):
         free(sizes)
 
 
-def reopen(SequenceBuffer buffer, Py_ssize_t length, list states, memory=None, offsets=None, Py_ssize_t reserve=0):
-    """After `layout`: turn the buffer into a sequence of `length` complete tokens. Their bytes are then written to `targets`.
+def reopen(SequenceStorage storage, Py_ssize_t length, list states, memory=None, offsets=None, Py_ssize_t reserve=0):
+    """After `places`: turn the storage into a sequence of `length` complete tokens. Their bytes are then written to `targets`.
 
     If the full blocks lie in `memory` already, `offsets` says where; see `BlockPool.map`. Blocks for `reserve` tokens are
     reserved at once.
     """
     cdef BlockTable table
     cdef Py_ssize_t full, size
-    for table, state in zip(buffer.tables, states):
+    for table, state in zip(storage.tables, states):
         full, size = num_full_blocks(_measured(table, length, state)), table.pool.block_size
         if memory is not None and full:
-            table.pool.map(memory, full, [offsets[i] for i in range(buffer.num_layers) if buffer.layer_tables[i][0] is table])
+            table.pool.map(memory, full, [offsets[i] for i in range(storage.num_layers) if storage.layer_tables[i][0] is table])
         _take_blocks(table, length, state)
         table.pool.ensure(max(<Py_ssize_t>0, (reserve + size - 1) // size - table.map.count))
 
 
-def targets(SequenceBuffer buffer):
+def targets(SequenceStorage storage):
     """Where to write the bytes of a sequence after `reopen`.
 
     Returns
@@ -289,25 +289,25 @@ def targets(SequenceBuffer buffer):
         after them, block after block and head after head, uint8 of shape (bytes,); the pieces of float rows, in the
         same order and form.
     """
-    return _targets(buffer, {table: (table, table, num_full_blocks(table)) for table in buffer.tables}, False)
+    return _targets(storage, {table: (table, table, num_full_blocks(table)) for table in storage.tables}, False)
 
 
-def arrays(SequenceBuffer buffer):
-    """The bytes of all tokens, in the form of `targets`. Contiguous full blocks are views, valid as long as the buffer lives;
+def arrays(SequenceStorage storage):
+    """The bytes of all tokens, in the form of `targets`. Contiguous full blocks are views, valid as long as the storage lives;
     all else is copied. There are zeros after the last token."""
-    buffer.enter_reading()
+    storage.enter_reading()
     try:
-        return _targets(buffer, {table: (_straight(table), _tail(table), 0) for table in buffer.tables}, True)
+        return _targets(storage, {table: (_straight(table), _tail(table), 0) for table in storage.tables}, True)
     finally:
-        buffer.leave_reading()
+        storage.leave_reading()
 
 
-cdef list _targets(SequenceBuffer buffer, dict sources, bint copies):
+cdef list _targets(SequenceStorage storage, dict sources, bint copies):
     """`targets` for tables given as (table of the full blocks, table of the blocks after them from its block `first` on, first)."""
     cdef BlockTable table, source, tail
     cdef Py_ssize_t layer, full, first, behind, i
     result = []
-    for table, layer in buffer.layer_tables:
+    for table, layer in storage.layer_tables:
         source, tail, first = sources[table]
         full, behind = num_full_blocks(source), _tail_blocks(table, layer)
         heads, pair = range(source.pool.num_kv_heads), []

@@ -34,21 +34,21 @@ def need_files():
     _import("xxhash")
 
 
-def write(settings, buffer, token_ids, metadata, is_salted, path):
-    """Write the complete tokens of a buffer; see `state.header_of`."""
+def write(settings, storage, token_ids, metadata, is_salted, path):
+    """Write the complete tokens of a storage; see `state.header_of`."""
     need_files()  # to fail before the work
-    write_tensors(_tensors_of(buffer, token_ids), state.header_of(settings, buffer, metadata, is_salted), path)
+    write_tensors(_tensors_of(storage, token_ids), state.header_of(settings, storage, metadata, is_salted), path)
 
 
-def to_bytes(settings, buffer, token_ids, metadata, is_salted):
+def to_bytes(settings, storage, token_ids, metadata, is_salted):
     """The bytes of the file that `write` writes."""
     library = _import("safetensors.numpy")
-    tensors = _tensors_of(buffer, token_ids)
-    return library.save(tensors, _metadata_of(tensors, state.header_of(settings, buffer, metadata, is_salted)))
+    tensors = _tensors_of(storage, token_ids)
+    return library.save(tensors, _metadata_of(tensors, state.header_of(settings, storage, metadata, is_salted)))
 
 
-def _tensors_of(buffer, token_ids):
-    tensors = state.arrays_of(buffer)
+def _tensors_of(storage, token_ids):
+    tensors = state.arrays_of(storage)
     if token_ids is not None:
         # As bytes, like the others: the library sorts tensors by dtype, and the blocks must start at a page.
         tensors["token_ids"] = token_ids.astype("<i8").view(np.uint8).reshape(-1, 8)
@@ -102,7 +102,7 @@ def _drop_pages(path):
 
 
 def read(path, mmap, max_seq_len, calibration=None):
-    """The arguments of a Snapshot: settings, buffer, token ids, metadata, salt."""
+    """The arguments of a Snapshot: settings, storage, token ids, metadata, salt."""
     with _opened(path) as content:
         return _snapshot_of(content, mmap, max_seq_len, calibration)
 
@@ -119,7 +119,7 @@ def _snapshot_of(content, mmap, max_seq_len, calibration):
     token_ids = content.token_ids(opening.seq_len)
     states = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
     _results(content.nbytes, content.fill, states)
-    return opening.settings, opening.buffer, token_ids, opening.metadata, opening.salt
+    return opening.settings, opening.storage, token_ids, opening.metadata, opening.salt
 
 
 def read_tensors(path):

@@ -9,39 +9,39 @@ from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from kvfast.codec.blocks cimport k_block_at, kv_store, v_block_at
+from kvfast.codec.blocks cimport k_block_at, kv_layout, v_block_at
 from kvfast.codec.stored_floats cimport are_storable
 from kvfast.core.limits cimport KV_PIECE
 from kvfast.files.block_bytes cimport keeps_all, num_full_blocks
-from kvfast.storage.sequences.sequence cimport SequenceBuffer
+from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.errors import CorruptFileError
 
 
 ctypedef struct kv_layer:
-    const kv_store *store
+    const kv_layout *layout
     const int32_t *blocks
     Py_ssize_t num_kv_heads
 
 
-cdef list _tables(SequenceBuffer buffer):
-    return [table for table in buffer.tables if keeps_all(table)]
+cdef list _tables(SequenceStorage storage):
+    return [table for table in storage.tables if keeps_all(table)]
 
 
-def keeps_everything(SequenceBuffer buffer):
+def keeps_everything(SequenceStorage storage):
     """Whether no layer evicts tokens."""
-    return len(_tables(buffer)) == len(buffer.tables)
+    return len(_tables(storage)) == len(storage.tables)
 
 
-def count_chunk_blocks(SequenceBuffer buffer):
+def count_chunk_blocks(SequenceStorage storage):
     """Number of first blocks that may be in chunks: full, and with codes that follow from the tokens alone."""
     cdef BlockTable table
-    cdef Py_ssize_t count = buffer.length // buffer.block_size, i
-    buffer.check_plain()
-    buffer.enter_reading()
+    cdef Py_ssize_t count = storage.length // storage.block_size, i
+    storage.check_plain()
+    storage.enter_reading()
     try:
-        for table in _tables(buffer):
+        for table in _tables(storage):
             count = min(count, num_full_blocks(table))
             if table.pool.floats is not None and table.pool.floats.num_patched:
                 for i in range(count):
@@ -49,16 +49,16 @@ def count_chunk_blocks(SequenceBuffer buffer):
                         count = i
                         break
     finally:
-        buffer.leave_reading()
+        storage.leave_reading()
     return count
 
 
-def chunk_nbytes(SequenceBuffer buffer, Py_ssize_t num_blocks):
+def chunk_nbytes(SequenceStorage storage, Py_ssize_t num_blocks):
     """Bytes of `num_blocks` blocks in a chunk, without float rows; 0 if no layer keeps all tokens."""
-    return sum([(<BlockTable>table).pool.block_bytes for table in _tables(buffer)]) * num_blocks
+    return sum([(<BlockTable>table).pool.block_bytes for table in _tables(storage)]) * num_blocks
 
 
-def copy_blocks(SequenceBuffer buffer, Py_ssize_t first, Py_ssize_t last, data, bint write, Py_ssize_t start=0):
+def copy_blocks(SequenceStorage storage, Py_ssize_t first, Py_ssize_t last, data, bint write, Py_ssize_t start=0):
     """Read the blocks first to last of a chunk into `data`, or write those of them from `start` on.
 
     Parameters
@@ -66,11 +66,11 @@ def copy_blocks(SequenceBuffer buffer, Py_ssize_t first, Py_ssize_t last, data, 
     data : buffer of chunk_nbytes(last - first) bytes
         Layer after layer; in it keys and values, in them head after head, in them block after block. Writable, unless `write`.
 
-    Other threads may copy other blocks of the buffer at the same time. Nothing else may change it.
+    Other threads may copy other blocks of the storage at the same time. Nothing else may change it.
     """
     cdef const unsigned char[::1] source
     cdef unsigned char[::1] target
-    cdef Py_ssize_t expected = chunk_nbytes(buffer, last - first), num_layers = 0, i
+    cdef Py_ssize_t expected = chunk_nbytes(storage, last - first), num_layers = 0, i
     cdef BlockTable table
     cdef kv_layer *layers
     cdef char *at = NULL
@@ -83,16 +83,16 @@ def copy_blocks(SequenceBuffer buffer, Py_ssize_t first, Py_ssize_t last, data, 
     found = source.shape[0] if write else target.shape[0]
     if found != expected:
         raise ValueError(f"the blocks of a chunk must have {expected} bytes, got {found}")
-    layers = <kv_layer *>malloc(max(buffer.num_layers, <Py_ssize_t>1) * sizeof(kv_layer))
+    layers = <kv_layer *>malloc(max(storage.num_layers, <Py_ssize_t>1) * sizeof(kv_layer))
     if layers == NULL:
         raise MemoryError("cannot allocate the list of the layers of a chunk")
     try:
-        for table, layer in buffer.layer_tables:
+        for table, layer in storage.layer_tables:
             if not keeps_all(table):
                 continue
             if not 0 <= first <= last <= table.map.count:
                 raise ValueError(f"the blocks of a chunk must be among the {table.map.count} of the sequence, got {first} to {last}")
-            layers[num_layers].store, layers[num_layers].blocks = table.pool.stores + <Py_ssize_t>layer, table.map.blocks
+            layers[num_layers].layout, layers[num_layers].blocks = table.pool.layouts + <Py_ssize_t>layer, table.map.blocks
             layers[num_layers].num_kv_heads = table.pool.num_kv_heads
             num_layers += 1
         with nogil:  # once for all layers: threads that take the GIL in turns wait for each other
@@ -107,10 +107,10 @@ cdef char *_copy_layer(const kv_layer *layer, Py_ssize_t first, Py_ssize_t last,
     cdef char *block
     cdef int values
     for values in range(2):
-        nbytes = layer.store.v.bytes if values else layer.store.k.bytes
+        nbytes = layer.layout.v.bytes if values else layer.layout.k.bytes
         for head in range(layer.num_kv_heads):
             for i in range(first, last):
-                block = v_block_at(layer.store, layer.blocks[i], head) if values else k_block_at(layer.store, layer.blocks[i], head)
+                block = v_block_at(layer.layout, layer.blocks[i], head) if values else k_block_at(layer.layout, layer.blocks[i], head)
                 if not write:
                     memcpy(at, block, nbytes)
                 elif i >= start:
@@ -119,46 +119,46 @@ cdef char *_copy_layer(const kv_layer *layer, Py_ssize_t first, Py_ssize_t last,
     return at
 
 
-def check_floats(SequenceBuffer buffer, Py_ssize_t num_blocks, data):
+def check_floats(SequenceStorage storage, Py_ssize_t num_blocks, data):
     """Check the floats in the payload of a chunk: its blocks, and the float rows of the first tokens, if it has them."""
     cdef const unsigned char[::1] source = data
     cdef const char *at = <const char *>&source[0]
     cdef const char *end = at + source.shape[0]
     cdef BlockTable table
     cdef Py_ssize_t layer
-    cdef kv_store *store
+    cdef kv_layout *layout
     cdef bint good = True
-    for table, layer in buffer.layer_tables:
-        store = table.pool.stores + layer
+    for table, layer in storage.layer_tables:
+        layout = table.pool.layouts + layer
         if keeps_all(table) and good:
-            good = _check_layer(store, num_blocks * store.num_kv_heads, &at)
-    for table, layer in buffer.layer_tables if at < end else ():
-        store = table.pool.stores + layer
-        if keeps_all(table) and table.pool.has_sinks and store.floats != NULL and good:
-            good = _check_layer(store.floats, store.num_kv_heads, &at)
+            good = _check_layer(layout, num_blocks * layout.num_kv_heads, &at)
+    for table, layer in storage.layer_tables if at < end else ():
+        layout = table.pool.layouts + layer
+        if keeps_all(table) and table.pool.has_sinks and layout.floats != NULL and good:
+            good = _check_layer(layout.floats, layout.num_kv_heads, &at)
     if not good:
         raise CorruptFileError("it holds NaN or infinity")
 
 
-cdef bint _check_layer(const kv_store *store, Py_ssize_t count, const char **at) noexcept:
+cdef bint _check_layer(const kv_layout *layout, Py_ssize_t count, const char **at) noexcept:
     """Check `count` blocks of keys, and as many of values after them. Sets `at` to their end."""
     cdef bint good
     with nogil:
-        good = are_storable(&store.k, at[0], count) and are_storable(&store.v, at[0] + count * store.k.bytes, count)
-    at[0] += count * (store.k.bytes + store.v.bytes)
+        good = are_storable(&layout.k, at[0], count) and are_storable(&layout.v, at[0] + count * layout.k.bytes, count)
+    at[0] += count * (layout.k.bytes + layout.v.bytes)
     return good
 
 
-def first_float_rows(SequenceBuffer buffer, bint copies):
+def first_float_rows(SequenceStorage storage, bint copies):
     """The float rows that a sequence keeps of its first tokens, as views; or with `copies`, copies in which all other rows of
     their pieces are 0. Only of layers that keep all tokens."""
     cdef BlockTable table
     cdef Py_ssize_t layer, head
-    cdef kv_store *store
+    cdef kv_layout *layout
     result = []
-    for table, layer in buffer.layer_tables:
-        store = table.pool.stores + layer
-        if not keeps_all(table) or not table.pool.has_sinks or store.floats == NULL:
+    for table, layer in storage.layer_tables:
+        layout = table.pool.layouts + layer
+        if not keeps_all(table) or not table.pool.has_sinks or layout.floats == NULL:
             continue
         for values in (False, True):
             for head in range(table.pool.num_kv_heads):
@@ -166,25 +166,25 @@ def first_float_rows(SequenceBuffer buffer, bint copies):
                 piece = table.pool.floats.pieces.bytes_of_head(layer, number, 1, head, values)[0]
                 if copies:
                     piece = piece.copy()
-                    piece[store.float_tokens * (store.floats.v.row_stride if values else store.floats.k.row_stride):] = 0
+                    piece[layout.float_tokens * (layout.floats.v.row_stride if values else layout.floats.k.row_stride):] = 0
                 result.append(piece)
     return result
 
 
-def first_floats_nbytes(SequenceBuffer buffer):
+def first_floats_nbytes(SequenceStorage storage):
     """Bytes of `first_float_rows`."""
     cdef BlockTable table
     cdef Py_ssize_t layer
-    cdef kv_store *store
+    cdef kv_layout *layout
     total = 0
-    for table, layer in buffer.layer_tables:
-        store = table.pool.stores + layer
-        if keeps_all(table) and table.pool.has_sinks and store.floats != NULL:
-            total += (store.floats.k.bytes + store.floats.v.bytes) * table.pool.num_kv_heads
+    for table, layer in storage.layer_tables:
+        layout = table.pool.layouts + layer
+        if keeps_all(table) and table.pool.has_sinks and layout.floats != NULL:
+            total += (layout.floats.k.bytes + layout.floats.v.bytes) * table.pool.num_kv_heads
     return total
 
 
-def extend(SequenceBuffer buffer, Py_ssize_t length):
+def extend(SequenceStorage storage, Py_ssize_t length):
     """Let a sequence go on to `length` tokens, in full blocks whose bytes are written later.
 
     All of its layers keep all tokens, and all of its tokens are in full blocks with codes.
@@ -194,23 +194,23 @@ def extend(SequenceBuffer buffer, Py_ssize_t length):
     CacheFullError, MemoryError
         The sequence stays as it was.
     """
-    buffer.check_plain()
-    buffer.alone(lambda: _extend(buffer, length))
+    storage.check_plain()
+    storage.alone(lambda: _extend(storage, length))
 
 
-cdef int _extend(SequenceBuffer buffer, Py_ssize_t length) except -1:
+cdef int _extend(SequenceStorage storage, Py_ssize_t length) except -1:
     cdef BlockTable table
-    cdef Py_ssize_t size = buffer.block_size, count = length // size
-    for table in buffer.tables:
+    cdef Py_ssize_t size = storage.block_size, count = length // size
+    for table in storage.tables:
         if (table.length % size or length % size or length < table.length
                 or table.pool.seals and table.states.floats_begin < table.length):
             raise ValueError(f"a sequence of {table.length} tokens cannot go on in full blocks up to {length}")
-    for table in buffer.tables:
+    for table in storage.tables:
         table.map.reserve_blocks(length)
         table.ensure(count - table.map.count)
         if table.pool.has_sinks and table.map.count == 0 and count:
             table.pool.floats.pieces.ensure(1)
-    for table in buffer.tables:
+    for table in storage.tables:
         if table.pool.seals:
             table.states.floats_begin = length
         begins = table.map.count == 0 and count > 0

@@ -23,14 +23,14 @@ def json_of(value, **options):
     return json.dumps(value, default=lambda form: form.to_dict(), **options)
 
 
-def header_of(settings, buffer, metadata, is_salted=False):
+def header_of(settings, storage, metadata, is_salted=False):
     """Everything about a cache that a file holds, except its bytes and its token ids.
 
     Parameters
     ----------
     settings : dict
         Kind, shape and formats; see `kvfast.storage.settings`.
-    buffer : SequenceBuffer
+    storage : SequenceStorage
         The tokens of the cache.
     metadata : dict of str to str
     is_salted : bool
@@ -44,10 +44,10 @@ def header_of(settings, buffer, metadata, is_salted=False):
     fields = {
         "version": VERSION,
         "settings": settings,
-        "block_size": buffer.block_size,
-        "max_seq_len": buffer.max_seq_len,
-        "seq_len": buffer.length,
-        "tables": buffer.resume_states(),
+        "block_size": storage.block_size,
+        "max_seq_len": storage.max_seq_len,
+        "seq_len": storage.length,
+        "tables": storage.resume_states(),
         "metadata": metadata,
     } | ({"salted": True} if is_salted else {})
     return json_of(fields, separators=(",", ":"))
@@ -75,9 +75,9 @@ def named(layers):
                 yield f"{start}floats", floats
 
 
-def arrays_of(buffer):
+def arrays_of(storage):
     """The stored bytes of a cache, by name."""
-    found = named(block_bytes.arrays(buffer))
+    found = named(block_bytes.arrays(storage))
     return {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in found}
 
 
@@ -113,30 +113,30 @@ class Opening:
             # Without max_seq_len, so that nothing is reserved: a size from a file is not trusted for that.
             given = json.dumps(settings, sort_keys=True)
             self.settings = checked_settings(based)
-            self.buffer = storage_of(self.settings, block_size)
-            layout = block_bytes.layout(self.buffer, self.seq_len, self.tables)
+            self.storage = storage_of(self.settings, block_size)
+            places = block_bytes.places(self.storage, self.seq_len, self.tables)
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
         if json_of(self.settings, sort_keys=True) != given:
             raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
         check_sized(settings, max_seq_len)
-        self._sides = self._checked_sides(layout, shapes)
+        self._sides = self._checked_sides(places, shapes)
         self._reserve = max_seq_len
-        self.buffer.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
+        self.storage.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
 
-    def _checked_sides(self, layout, shapes):
+    def _checked_sides(self, places, shapes):
         """Check the shapes of all arrays. Returns the names of those with full blocks."""
         numbers = self._heads()
-        count = sum(heads + (tails > 0) + (pieces > 0) for heads, pair in zip(numbers, layout) for _, tails, _, pieces, _ in pair)
+        count = sum(heads + (tails > 0) + (pieces > 0) for heads, pair in zip(numbers, places) for _, tails, _, pieces, _ in pair)
         if len(shapes) != count:
             heads = "/".join(map(str, dict.fromkeys(numbers)))
-            raise CorruptFileError(f"{len(layout)} layers of {heads} heads must have {count} arrays, got {len(shapes)}")
+            raise CorruptFileError(f"{len(places)} layers of {heads} heads must have {count} arrays, got {len(shapes)}")
         expected = [
             [
                 ([(full, nbytes)] * heads, [(tails * heads, nbytes)] * (tails > 0), [(pieces * heads, rest)] * (pieces > 0))
                 for full, tails, nbytes, pieces, rest in pair
             ]
-            for heads, pair in zip(numbers, layout)
+            for heads, pair in zip(numbers, places)
         ]
         whole = []
         for name, shape in named(expected):
@@ -152,7 +152,7 @@ class Opening:
 
     def _heads(self):
         """KV heads of each layer."""
-        return [self.buffer.shape(layer)[0] for layer in range(self.buffer.num_layers)]
+        return [self.storage.shape(layer)[0] for layer in range(self.storage.num_layers)]
 
     def take(self):
         """Allocate the blocks of the cache.
@@ -163,14 +163,14 @@ class Opening:
             The name of each array, the rows that its bytes are written to, and a check of what is written.
         """
         if self._reserve is not None:
-            self.buffer = storage_of(self.settings, self.buffer.block_size, self._reserve)
-        block_bytes.reopen(self.buffer, self.seq_len, self.tables)
-        for name, array in named(block_bytes.targets(self.buffer)):
+            self.storage = storage_of(self.settings, self.storage.block_size, self._reserve)
+        block_bytes.reopen(self.storage, self.seq_len, self.tables)
+        for name, array in named(block_bytes.targets(self.storage)):
             yield name, [array] if isinstance(array, np.ndarray) else array, self._floats_of(name)
 
     def _floats_of(self, name):
         _, layer, side, kind = name.split(".")
-        return block_bytes.floats_of(self.buffer, int(layer), side == "v", kind == "floats")
+        return block_bytes.floats_of(self.storage, int(layer), side == "v", kind == "floats")
 
     def take_mapped(self, memory, offsets):
         """Use writable memory as the full blocks of the cache.
@@ -186,7 +186,7 @@ class Opening:
         iterable of (str, list of arrays, StoredFloats)
             As in `take`, for the blocks that are not full and for float rows.
         """
-        buffer, names, sides = self.buffer, iter(self._sides), []
+        storage, names, sides = self.storage, iter(self._sides), []
         for heads in np.repeat(self._heads(), 2).tolist():  # keys and values
             starts = np.array([offsets[name] for name in islice(names, heads)], np.int64)
             strides = np.diff(starts) if heads > 1 else np.zeros(1, np.int64)
@@ -196,8 +196,8 @@ class Opening:
                     "else write the file?); load it without mmap"
                 )
             sides.append((int(starts[0]), int(strides[0])))
-        block_bytes.reopen(buffer, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), self._reserve or 0)
-        for name, array in named(block_bytes.targets(buffer)):
+        block_bytes.reopen(storage, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), self._reserve or 0)
+        for name, array in named(block_bytes.targets(storage)):
             if not isinstance(array, np.ndarray):
                 yield name, array, self._floats_of(name)
 
@@ -239,12 +239,12 @@ def _with_bases(settings, bases):
     return settings | {"dtype": formats} if formats else settings
 
 
-def to_arrays(settings, buffer, token_ids, metadata, is_salted):
+def to_arrays(settings, storage, token_ids, metadata, is_salted):
     """`Snapshot.state_dict`; see `header_of`."""
-    arrays = {"header": np.frombuffer(header_of(settings, buffer, metadata, is_salted).encode(), np.uint8)}
+    arrays = {"header": np.frombuffer(header_of(settings, storage, metadata, is_salted).encode(), np.uint8)}
     if token_ids is not None:
         arrays["token_ids"] = token_ids.copy()
-    return arrays | {name: array.copy() for name, array in arrays_of(buffer).items()}
+    return arrays | {name: array.copy() for name, array in arrays_of(storage).items()}
 
 
 def checked_arrays(arrays):
@@ -278,4 +278,4 @@ def from_arrays(arrays, calibration=None):
                 check(row)
             except CorruptFileError as error:
                 raise CorruptFileError(f"{name} cannot be used: {error}") from None
-    return opening.settings, opening.buffer, token_ids, opening.metadata, opening.salt
+    return opening.settings, opening.storage, token_ids, opening.metadata, opening.salt

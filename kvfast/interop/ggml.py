@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvfast.caches.stored_sequence import buffer_of
+from kvfast.caches.stored_sequence import storage_in
 from kvfast.core.interchange import aligned, as_float32
 from kvfast.core.text import shown
 from kvfast.errors import CorruptFileError, DimensionMismatchError
@@ -111,7 +111,7 @@ def import_layer(cache, layer, k, v, k_type="q8_0", v_type=None):
     k_type, v_type : str
         As in `export_layer`.
     """
-    heads, dim, v_dim = buffer_of(cache).shape(layer)
+    heads, dim, v_dim = storage_in(cache).shape(layer)
     cache.append(layer, from_ggml(k, k_type, heads, dim), from_ggml(v, v_type or k_type, heads, v_dim))
 
 

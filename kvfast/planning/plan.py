@@ -9,7 +9,7 @@ from kvfast.codec.dtypes import FLOATS, NAMES, dtype_row
 from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of, latent_format
 from kvfast.core.checks import check_size
 from kvfast.core.hardware import read_bandwidth
-from kvfast.core.limits import CHUNK_BLOCKS, MAX_TOKENS, PIECE
+from kvfast.core.limits import SLAB_BLOCKS, MAX_TOKENS, PIECE
 from kvfast.core.text import one_of, shown
 from kvfast.planning.engine import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
 from kvfast.planning.key_bias import key_bias_note
@@ -369,7 +369,7 @@ def _with_more(memory, first, count):
     """Bytes of a memory of `first` blocks after it has grown to `count`; see `BlockMemory.ensure`."""
     if count <= first:
         return memory.bytes_for(first)
-    return memory.bytes_for(first) + memory.bytes_for(-(-max(count - first, first // 2) // CHUNK_BLOCKS) * CHUNK_BLOCKS)
+    return memory.bytes_for(first) + memory.bytes_for(-(-max(count - first, first // 2) // SLAB_BLOCKS) * SLAB_BLOCKS)
 
 
 def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes):

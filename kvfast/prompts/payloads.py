@@ -26,38 +26,38 @@ class ChunkForm:
 
     Parameters
     ----------
-    buffer : SequenceBuffer
+    storage : SequenceStorage
         Of any cache with the settings and the block size.
     chunk_tokens : int
     """
 
-    def __init__(self, buffer: Any, chunk_tokens: int) -> None:
-        self.blocks = chunk_tokens // buffer.block_size
-        self._of_blocks = chunk_bytes.chunk_nbytes(buffer, self.blocks)
-        self._of_floats = chunk_bytes.first_floats_nbytes(buffer)
+    def __init__(self, storage: Any, chunk_tokens: int) -> None:
+        self.blocks = chunk_tokens // storage.block_size
+        self._of_blocks = chunk_bytes.chunk_nbytes(storage, self.blocks)
+        self._of_floats = chunk_bytes.first_floats_nbytes(storage)
 
     def nbytes(self, index: int) -> int:
         """Bytes of the payload of a chunk; 0 if no layer keeps all tokens, and there are no chunks."""
         return self._of_blocks + (self._of_floats if index == 0 else 0)
 
-    def read(self, buffer: Any, index: int, digest: bytes, secret: bytes) -> bytearray:
+    def read(self, storage: Any, index: int, digest: bytes, secret: bytes) -> bytearray:
         """The value of a chunk."""
         value, payload = new_value(self.nbytes(index))
-        chunk_bytes.copy_blocks(buffer, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], False)
+        chunk_bytes.copy_blocks(storage, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], False)
         if index == 0:
-            block_bytes.copy_rows(chunk_bytes.first_float_rows(buffer, True), payload[self._of_blocks :], False)
-        return complete(value, digest, secret, (index + 1) * self.blocks * buffer.block_size)
+            block_bytes.copy_rows(chunk_bytes.first_float_rows(storage, True), payload[self._of_blocks :], False)
+        return complete(value, digest, secret, (index + 1) * self.blocks * storage.block_size)
 
-    def write(self, buffer: Any, index: int, payload: memoryview, start: int = 0, floats: bool = True) -> None:
+    def write(self, storage: Any, index: int, payload: memoryview, start: int = 0, floats: bool = True) -> None:
         """Write a payload to the blocks of a sequence, from its block `start` on.
 
         Without `floats`, the float rows of the first tokens are left out: the end of a prompt has them too. CorruptFileError, before
         anything is written, for NaN and infinity.
         """
-        chunk_bytes.check_floats(buffer, self.blocks, payload)
-        chunk_bytes.copy_blocks(buffer, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], True, start)
+        chunk_bytes.check_floats(storage, self.blocks, payload)
+        chunk_bytes.copy_blocks(storage, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], True, start)
         if floats and index == 0 and start == 0:
-            block_bytes.copy_rows(chunk_bytes.first_float_rows(buffer, False), payload[self._of_blocks :], True)
+            block_bytes.copy_rows(chunk_bytes.first_float_rows(storage, False), payload[self._of_blocks :], True)
 
 
 class End:
@@ -66,7 +66,7 @@ class End:
     Parameters
     ----------
     payload : memoryview
-    buffer : SequenceBuffer
+    storage : SequenceStorage
         Of an empty cache with the settings and the block size.
     num_chunk_blocks : int
         Blocks of the chunks before it.
@@ -79,7 +79,7 @@ class End:
         Before anything is allocated by what the payload claims.
     """
 
-    def __init__(self, payload: memoryview, buffer: Any, num_chunk_blocks: int, seq_len: int) -> None:
+    def __init__(self, payload: memoryview, storage: Any, num_chunk_blocks: int, seq_len: int) -> None:
         self.seq_len, self._skip = seq_len, num_chunk_blocks
         try:
             (nbytes,) = struct.unpack_from("<I", payload)
@@ -88,28 +88,28 @@ class End:
             self.states = parsed(bytes(payload[4 : 4 + nbytes]))
             check_fields(self.states, TABLES, "tables")
             self._rows = payload[4 + nbytes :]
-            block_bytes.check_rest(buffer, num_chunk_blocks, seq_len, self.states, self._rows)
+            block_bytes.check_rest(storage, num_chunk_blocks, seq_len, self.states, self._rows)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error) as error:
             raise CorruptFileError(f"it describes no end of {seq_len} tokens: {error}") from None
 
-    def open(self, buffer: Any) -> None:
+    def open(self, storage: Any) -> None:
         """Make an empty sequence one of `seq_len` tokens, all of whose bytes remain to be written."""
-        block_bytes.reopen(buffer, self.seq_len, self.states)
+        block_bytes.reopen(storage, self.seq_len, self.states)
 
-    def write(self, buffer: Any) -> None:
+    def write(self, storage: Any) -> None:
         """Write the bytes after the chunks."""
-        block_bytes.copy_rows(block_bytes.rest(buffer, self._skip, False), self._rows, True)
+        block_bytes.copy_rows(block_bytes.rest(storage, self._skip, False), self._rows, True)
 
     @staticmethod
-    def read(buffer: Any, num_chunk_blocks: int, digest: bytes, secret: bytes) -> bytearray:
+    def read(storage: Any, num_chunk_blocks: int, digest: bytes, secret: bytes) -> bytearray:
         """The value of the end of a sequence."""
-        states = json.dumps(buffer.resume_states(), separators=(",", ":")).encode()
-        rows = block_bytes.rest(buffer, num_chunk_blocks, True)
+        states = json.dumps(storage.resume_states(), separators=(",", ":")).encode()
+        rows = block_bytes.rest(storage, num_chunk_blocks, True)
         value, payload = new_value(4 + len(states) + sum(row.nbytes for row in rows))
         struct.pack_into("<I", payload, 0, len(states))
         payload[4 : 4 + len(states)] = states
         block_bytes.copy_rows(rows, payload[4 + len(states) :], False)
-        return complete(value, digest, secret, buffer.length)
+        return complete(value, digest, secret, storage.length)
 
 
 def tails_value(tails: list[NDArray[np.int64]], digest: bytes, secret: bytes) -> bytearray:

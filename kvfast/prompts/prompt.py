@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfast.caches.stored_sequence import buffer_of, salt_of, settings_of
+from kvfast.caches.stored_sequence import storage_in, salt_of, settings_of
 from kvfast.codec.formats import block_size_of
 from kvfast.core.checks import checked_salt
 from kvfast.core.text import shown
@@ -49,11 +49,11 @@ class Prompt:
             raise ValueError("the sequence is of a file that does not tell its salt: pass the salt")
         self.settings, self.token_ids, self.chunk_tokens = settings_of(cache), token_ids, chunk_tokens
         self.salt, self.secret = salt, secret
-        self.block_size = block_size_of(buffer_of(cache).formats, None, BLOCK_SIZE)
+        self.block_size = block_size_of(storage_in(cache).formats, None, BLOCK_SIZE)
         if chunk_tokens % self.block_size:
             raise ValueError(f"chunk_tokens must be a multiple of the {self.block_size} tokens of a block, got {chunk_tokens}")
         self._secure = cache.secure
-        self.template = buffer_of(cache) if cache.block_size == self.block_size else self.empty()
+        self.template = storage_in(cache) if cache.block_size == self.block_size else self.empty()
         self.form = ChunkForm(self.template, chunk_tokens)
         self.keeps_all = chunk_bytes.keeps_everything(self.template)
         text = state.json_of([state.VERSION, model, salt.hex(), self.settings, self.block_size], sort_keys=True)
@@ -71,10 +71,10 @@ class Prompt:
         """The storage of an empty cache with the settings, and with the blocks of chunks."""
         return storage_of(self.settings, self.block_size, secure=self._secure)
 
-    def buffer_with(self, snapshot: Any) -> Any:
-        """The buffer of a snapshot, with the blocks of chunks."""
+    def storage_with(self, snapshot: Any) -> Any:
+        """The storage of a snapshot, with the blocks of chunks."""
         if snapshot.block_size == self.block_size:
-            return buffer_of(snapshot)
+            return storage_in(snapshot)
         other = self.empty()
-        other.restore(buffer_of(snapshot))
+        other.restore(storage_in(snapshot))
         return other

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from kvfast.caches.stored_sequence import StoredSequence, buffer_of, know_tokens
+from kvfast.caches.stored_sequence import StoredSequence, storage_in, know_tokens
 from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.text import shown
 from kvfast.errors import CacheFullError
@@ -152,9 +152,9 @@ class PromptCache:
         if not len(snapshot):
             return False
         prompt, deadline = self._prompt(cache, snapshot.token_ids, model, salt), self._patient.deadline()
-        buffer, form, chain = prompt.buffer_with(snapshot), prompt.form, prompt.chain
+        storage, form, chain = prompt.storage_with(snapshot), prompt.form, prompt.chain
         # An end has one token at least, so that the same prompt, whose last token is never restored, looks for it.
-        node = min(chunk_bytes.count_chunk_blocks(buffer) // form.blocks, (len(snapshot) - 1) // self.chunk_tokens)
+        node = min(chunk_bytes.count_chunk_blocks(storage) // form.blocks, (len(snapshot) - 1) // self.chunk_tokens)
         chunks, tail = prompt.chunks(node), prompt.token_ids[node * self.chunk_tokens :]
         end, (*_, listed) = chain.end(node, tail), chain.tails(node, len(tail))
         (known,) = self._reader.values("t", [listed], deadline, tails_of) if with_end else (None,)
@@ -169,14 +169,14 @@ class PromptCache:
             # In this order the chunks, which the others need, are removed last.
             used = [key_of("t", listed), key_of("e", kept or end), *used]
             if kept is None:
-                values[used[1]] = End.read(buffer, node * form.blocks, end, self._secret)
+                values[used[1]] = End.read(storage, node * form.blocks, end, self._secret)
                 values[used[0]] = tails_value([tail, *others], listed, self._secret)
         total = sum(HEADER_BYTES + form.nbytes(i) for i in range(len(chunks))) + sum(map(len, values.values()))
         if self.max_bytes is not None and total > self.max_bytes:
             return False
         # All bytes are read now, as the cache may change when this returns.
         new = [i for i, is_here in enumerate(here[: len(chunks)]) if not is_here]
-        calls = [self._put(keys[i], form.read(buffer, i, chunks[i], self._secret)) for i in new]
+        calls = [self._put(keys[i], form.read(storage, i, chunks[i], self._secret)) for i in new]
         calls += [self._put(key, value) for key, value in values.items()]
         done = self._writer.after(calls, lambda: self._patient.touch(used, is_hit=False))
         return self.background or done.result()
@@ -257,9 +257,9 @@ class PromptCache:
         count = (*self._patient.contains_many([key_of("c", one) for one in digests], deadline), False).index(False)
         indices, length = range(first, first + count), (first + count) * self.chunk_tokens
         if length > held and not self._reader.is_slow(prompt, indices, length - held, tokens_per_second):
-            chunk_bytes.extend(buffer_of(sequence), length)
+            chunk_bytes.extend(storage_in(sequence), length)
             try:
-                good = self._reader.write_chunks(buffer_of(sequence), prompt, indices, deadline, held // sequence.block_size)
+                good = self._reader.write_chunks(storage_in(sequence), prompt, indices, deadline, held // sequence.block_size)
             except BaseException:
                 sequence.truncate(held)
                 raise

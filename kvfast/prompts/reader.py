@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvfast.caches.snapshot import Snapshot
-from kvfast.caches.stored_sequence import buffer_of, know_tokens
+from kvfast.caches.stored_sequence import storage_in, know_tokens
 from kvfast.errors import CorruptFileError
 from kvfast.files import chunk_bytes
 from kvfast.prompts.chain import key_of
@@ -70,22 +70,22 @@ class Reader:
             if end is None:
                 return 0
         direct = cache.block_size == prompt.block_size and seq_len <= _room(cache)
-        buffer = buffer_of(cache) if direct else prompt.empty()
+        storage = storage_in(cache) if direct else prompt.empty()
         try:
             if end is None:
-                chunk_bytes.extend(buffer, seq_len)
+                chunk_bytes.extend(storage, seq_len)
             else:
-                end.open(buffer)
-            good = self.write_chunks(buffer, prompt, range(len(chunks)), deadline, end=end)
+                end.open(storage)
+            good = self.write_chunks(storage, prompt, range(len(chunks)), deadline, end=end)
             if good < len(chunks):
                 num_tokens = good * prompt.chunk_tokens
-            target = cache if direct else buffer  # a Sequence cuts its token ids as well
+            target = cache if direct else storage  # a Sequence cuts its token ids as well
             try:
                 target.truncate(num_tokens)
             except ValueError:  # a ring that cannot go back that far
                 target.truncate(0)
-            if not direct and buffer.length:
-                cache.restore(Snapshot(prompt.settings, buffer))
+            if not direct and storage.length:
+                cache.restore(Snapshot(prompt.settings, storage))
             know_tokens(cache, prompt.token_ids[: len(cache)], prompt.salt)
         except BaseException:
             cache.clear()
@@ -94,7 +94,7 @@ class Reader:
         self._store.touch(used if end is None else [key_of("t", listed), key_of("e", digest), *used])
         return len(cache)
 
-    def write_chunks(self, buffer, prompt, indices, deadline, start=0, end=None):
+    def write_chunks(self, storage, prompt, indices, deadline, start=0, end=None):
         """Write chunks to the blocks of a sequence, from its block `start` on, and an end. Returns how many chunks came, one after
         another."""
         nbytes, begin = sum(map(prompt.form.nbytes, indices)), time.perf_counter()
@@ -103,8 +103,8 @@ class Reader:
             prompt,
             indices,
             deadline,
-            lambda i, payload: prompt.form.write(buffer, i, payload, start, end is None),
-            (lambda: end.write(buffer)) if end else int,
+            lambda i, payload: prompt.form.write(storage, i, payload, start, end is None),
+            (lambda: end.write(storage)) if end else int,
         )
         if good == len(indices) and nbytes:
             self._store.measured(nbytes, time.perf_counter() - begin)

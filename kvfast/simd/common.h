@@ -68,7 +68,7 @@ static inline int kv_whole_lanes(int count)
     return (count + KV_LANES - 1) / KV_LANES * KV_LANES;
 }
 
-/* The address from which a panel that starts `offset` bytes into its tile prefetches. It continues line after
+/* The address from which a quad that starts `offset` bytes into its tile prefetches. It continues line after
    line in the order of memory, whatever the order of its loads. */
 static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offset)
 {
@@ -87,7 +87,7 @@ static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offs
 
 static const float kv_ones[KV_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-typedef uint32_t kv_word __attribute__((may_alias)); /* a word of a line, whatever else it is */
+typedef uint32_t kv_dword __attribute__((may_alias)); /* a dword of a line, whatever else it is */
 static inline int32_t kv_load32(const void *p) { int32_t x; memcpy(&x, p, 4); return x; }
 static inline int64_t kv_load64(const void *p) { int64_t x; memcpy(&x, p, 8); return x; }
 static inline uint32_t kv_float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }

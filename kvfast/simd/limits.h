@@ -23,7 +23,7 @@ enum {
     KV_ROWS = 16,          /* most query rows that share one pass over a block */
     KV_MAX_HEAD_DIM = KV_WIDEST_HEAD, /* 512: bound of the int32 accumulators, see activations.inc.h */
     KV_MAX_ROPE_DIM = 128, /* width of the rotary part of latent rows: two tiles of a matrix unit */
-    KV_PANEL = 4,          /* query rows whose activations are interleaved */
+    KV_QUAD = 4,           /* query rows whose activations are interleaved */
     KV_PANELS = 32,        /* most panels of KV_ROWS query rows that share the operands of a tile, as words */
     KV_MATRIX_PANELS = 16, /* the same for a matrix unit */
     KV_TASK_ROWS = KV_ROWS * KV_PANELS, /* most query rows of a task */
@@ -41,8 +41,8 @@ enum {
     KV_MAX_RECENT_TOKENS = 1024, /* most tokens that a format may let follow it */
     KV_FEW_QUERIES = KV_OPEN_TOKENS, /* most queries of a call that see what each would see alone */
     KV_MAX_FLOAT_TOKENS = KV_PIECE,  /* first tokens of a sequence that always stay floats */
-    KV_CHUNK_SHIFT = 3,
-    KV_CHUNK_BLOCKS = 1 << KV_CHUNK_SHIFT, /* memory is allocated for multiples of this number of blocks or pieces */
+    KV_SLAB_SHIFT = 3,
+    KV_SLAB_BLOCKS = 1 << KV_SLAB_SHIFT, /* memory is allocated for multiples of this number of blocks or pieces */
     KV_MAX_LAYERS = 1 << 16,
     KV_MAX_KV_HEADS = 1 << 16,
     KV_MAX_Q_HEADS = 1 << 20

@@ -1,7 +1,7 @@
 /* Transposes codes from rows to lines (see kernels.h). The same for all tiers, with instructions that every CPU of a kind has. */
 
-/* Transposes 4 rows of 4 words, `stride` bytes apart: row i becomes word i of 4 runs of 4, `to_stride` bytes apart. */
-static inline void kv_transpose_words(const uint8_t *rows, ptrdiff_t stride, uint8_t *to, ptrdiff_t to_stride)
+/* Transposes 4 rows of 4 dwords, `stride` bytes apart: row i becomes dword i of 4 runs of 4, `to_stride` bytes apart. */
+static inline void kv_transpose_4x4_dwords(const uint8_t *rows, ptrdiff_t stride, uint8_t *to, ptrdiff_t to_stride)
 {
 #if KV_SSE2
     const __m128i a = _mm_loadu_si128((const __m128i *)rows), b = _mm_loadu_si128((const __m128i *)(rows + stride));
@@ -27,7 +27,7 @@ static inline void kv_transpose_words(const uint8_t *rows, ptrdiff_t stride, uin
 #endif
 }
 
-/* Transposes 4 rows of 16 bytes to one line of 16 words with a byte of each row. */
+/* Transposes 4 rows of 16 bytes to one line of 16 dwords with a byte of each row. */
 static inline void kv_transpose_bytes(const uint8_t *rows, ptrdiff_t stride, uint8_t *line)
 {
 #if KV_SSE2
@@ -49,7 +49,7 @@ static inline void kv_transpose_bytes(const uint8_t *rows, ptrdiff_t stride, uin
 }
 
 /* Transposes 4 x 4 bytes. */
-static inline void kv_transpose_dwords(const uint8_t *from, uint8_t *to)
+static inline void kv_transpose_4x4_bytes(const uint8_t *from, uint8_t *to)
 {
 #if KV_SSE2
     const __m128i x = _mm_loadu_si128((const __m128i *)from);
@@ -63,7 +63,7 @@ static inline void kv_transpose_dwords(const uint8_t *from, uint8_t *to)
 #endif
 }
 
-/* Writes 16 codes into the words of a line, to the bits `bits` from bit `shift` on. */
+/* Writes 16 codes into the dwords of a line, to the bits `bits` from bit `shift` on. */
 static inline void kv_put_column(uint8_t *line, const uint8_t *codes, uint32_t bits, int shift)
 {
 #if KV_SSE2
@@ -88,7 +88,7 @@ static inline void kv_put_column(uint8_t *line, const uint8_t *codes, uint32_t b
         vst1q_u8(line + 16 * i, vreinterpretq_u8_u32(vbslq_u32(theirs, vshlq_u32(words[i], vdupq_n_s32(shift)), place)));
     }
 #else
-    kv_word *words = (kv_word *)line;
-    for (int i = 0; i < KV_LANES; i++) words[i] = (words[i] & ~(bits << shift)) | (uint32_t)codes[i] << shift;
+    kv_dword *dwords = (kv_dword *)line;
+    for (int i = 0; i < KV_LANES; i++) dwords[i] = (dwords[i] & ~(bits << shift)) | (uint32_t)codes[i] << shift;
 #endif
 }

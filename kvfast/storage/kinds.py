@@ -10,9 +10,9 @@ from kvfast.codec.projection import rotated
 from kvfast.codec.rope import RotaryTables
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_TOKENS
-from kvfast.storage.batches.batch import PagedBuffer
+from kvfast.storage.batches.batch import PagedBatches
 from kvfast.storage.memory.pool import BlockPool
-from kvfast.storage.sequences.sequence import SequenceBuffer
+from kvfast.storage.sequences.sequence import SequenceStorage
 from kvfast.storage.settings import check_sized
 from kvfast.storage.tables.block_table import BlockTable
 from kvfast.storage.tables.ring_table import RingTable
@@ -38,14 +38,14 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False):
 
     Returns
     -------
-    SequenceBuffer
+    SequenceStorage
     """
     check_sized(settings, max_seq_len)
     if settings["kind"] == "heads":
         config = MultiHeadConfig(**settings["config"])
         pool = BlockPool(1, settings["num_heads"], config.head_dim, BLOCK_SIZE, [config.format], GROW_BLOCKS, True)
         table = RingTable(pool, 0, 0, 0)
-        return SequenceBuffer([table], [(table, 0)])
+        return SequenceStorage([table], [(table, 0)])
     formats, rope_dim = settings["dtype"], settings.get("rope_dim")
     block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
     if max_seq_len is not None:
@@ -76,14 +76,14 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False):
         tables.append(table)
         for place, layer in enumerate(layers):
             places[layer] = table, place
-    return SequenceBuffer(tables, places, max_seq_len)
+    return SequenceStorage(tables, places, max_seq_len)
 
 
 def pool_of(settings, num_blocks, block_size=None, secure=False, buffer=None):
     """The storage of many sequences with these settings, whose layers are all alike; `buffer`: a caller's memory, or None."""
     (shape,), (window,) = set(zip(*_shapes(settings))), set(_windows(settings))
     num_kv_heads, head_dim, v_head_dim = shape
-    return PagedBuffer(
+    return PagedBatches(
         settings["num_layers"],
         num_kv_heads,
         head_dim,

@@ -8,7 +8,7 @@ import torch
 
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.ring import RingKVCache
-from kvfast.caches.stored_sequence import buffer_of
+from kvfast.caches.stored_sequence import storage_in
 
 EVERYTHING = slice(None)
 
@@ -290,7 +290,7 @@ class Rows:
     @property
     def nbytes(self):
         """Bytes reserved, what rows share counted once."""
-        pools = {id(table.pool): table.pool for row in self.rows for table in buffer_of(row).tables}
+        pools = {id(table.pool): table.pool for row in self.rows for table in storage_in(row).tables}
         return sum(pool.nbytes for pool in pools.values())
 
 

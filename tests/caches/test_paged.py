@@ -188,7 +188,7 @@ class TestPrefixes:
             assert len(pool.match_prefix(np.r_[ids, 1], salt=b"b")) == 0
 
     def test_digests_differ_from_pool_to_pool(self):
-        first, second = (new_pool(4)._buffer.index for _ in "ab")
+        first, second = (new_pool(4)._batches.index for _ in "ab")
         assert first.digests(range(64), 32) != second.digests(range(64), 32)
         assert first.digests(range(64), 32) == first.digests(range(64), 32)
         assert first.digests(range(64), 32)[1] != first.digests(range(32, 64), 32)[0]
@@ -260,7 +260,7 @@ class TestForeignTables:
         bad[2, 1, 0] = np.inf
         with pytest.raises(kvfast.NonFiniteInputError, match=r"v must be finite, got inf at \[2, 1, 0\]"):
             pool.append_batch(0, k, bad, [0, 1, 2])
-        assert not pool._buffer.is_external  # nothing was written
+        assert not pool._batches.is_external  # nothing was written
         q = queries(rng, 1)
         sequence = filled(pool, rng, 40)
         table = pool.block_table([sequence])
@@ -294,7 +294,7 @@ class TestForeignTables:
             pool.append_batch(0, k, v, [0, 1, 2])
         with pytest.raises(ValueError, match=match):
             pool.write_batch(0, np.ones((3, 8 * DIM), np.float32), [5, 6, 7])
-        assert not pool._buffer.is_external
+        assert not pool._batches.is_external
         sequence = filled(pool, rng, 40)
         expected = sequence.attend(0, q)
         with pytest.raises(ValueError, match=match):

@@ -182,7 +182,7 @@ class PagedMachine(RuleBasedStateMachine):
             block = model.blocks[at]
             if key in self.known or block in self.known.values() or not self.holds(model, at * self.size):
                 continue
-            if not self.pool._buffer.pool.is_patched(block):  # some tokens of a patched block have no codes to be found
+            if not self.pool._batches.pool.is_patched(block):  # some tokens of a patched block have no codes to be found
                 self.known[key] = block
 
     def follow(self, model, new):
@@ -357,7 +357,7 @@ class PagedMachine(RuleBasedStateMachine):
             assert row[: len(model.blocks)].tolist() == model.blocks == self.without_skipped(model.blocks, model.high)
             assert -1 not in model.blocks[self.evicted(model.high) // self.size :] and (row[len(model.blocks) :] == -1).all()
         counts = np.bincount(table[table >= 0], minlength=self.pool.num_blocks)
-        assert np.array_equal(self.pool._buffer.owners(), counts) and np.array_equal(self.owners, counts)
+        assert np.array_equal(self.pool._batches.owners(), counts) and np.array_equal(self.owners, counts)
         assert self.pool.num_blocks - self.pool.num_free_blocks == np.count_nonzero(counts)
         assert self.pool.num_cached_blocks == len(self.known)
         assert self.pool.num_sequences == len(self.live)

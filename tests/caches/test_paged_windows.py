@@ -362,7 +362,7 @@ def test_secure_pools_wipe_what_a_window_has_left(name):
     def held():
         return np.concatenate(
             [
-                np.asarray(pool._buffer.pool.bytes_of_head(layer, 0, pool.num_blocks, head, values)).any(1)[:, None]
+                np.asarray(pool._batches.pool.bytes_of_head(layer, 0, pool.num_blocks, head, values)).any(1)[:, None]
                 for layer in range(2)
                 for head in range(2)
                 for values in (False, True)

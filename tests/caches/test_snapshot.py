@@ -467,7 +467,7 @@ def test_to_arrays_of_a_ring_is_what_it_shows(rng):
 
 
 def test_a_snapshot_is_not_made_by_hand():
-    for arguments in (({}, np.ones(3)), (3, kvfast.KVCache(1, 1, 16)._buffer)):
+    for arguments in (({}, np.ones(3)), (3, kvfast.KVCache(1, 1, 16)._storage)):
         with pytest.raises(TypeError, match="made by the snapshot"):
             kvfast.Snapshot(*arguments)
 

@@ -148,7 +148,7 @@ def test_a_conversation_without_end_fits_a_bounded_cache(dtype):
     # The first segment and the last both end in a block that is not full.
     assert most <= 512 + 3 * cache.block_size
     assert max(sizes[10:]) <= max(sizes[:10]) < 2.2 * before
-    assert len(cache._buffer.segment_list()) <= 5
+    assert len(cache._storage.segment_list()) <= 5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         (lambda: cache.splice(chunk.cache, rope=[rope, rope]), ValueError, "one per layer, got 2"),
         (lambda: cache.splice(chunk.cache, rope=kvfast.Rope(rotary_dim=22)), ValueError, "1 to 10 pairs"),
         (lambda: cache.splice(chunk.cache, chunk.cache, rope=rope), kvfast.CacheFullError, "room for 50 of 150 tokens, got 80"),
-        (lambda: cache.splice(chunk.cache, chunk.cache, rope=rope, recomputed=5), ValueError, "one chunk"),
+        (lambda: cache.splice(chunk.cache, chunk.cache, rope=rope, recomputed=5), ValueError, "one part"),
         (lambda: cache.splice(chunk.cache, rope=rope, recomputed=41), ValueError, "at least as many tokens, got 41"),
         (lambda: cache.splice(chunk.cache, rope=rope, recomputed=-1), ValueError, "recomputed"),
         (lambda: cache.splice(7, rope=rope), TypeError, "snapshots and caches, got int"),
@@ -322,7 +322,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
     with pytest.raises(ValueError, match="rope must be the one"):
         cache.drop(0, 10, rope=kvfast.Rope(theta=5.0))
     for others in ([chunk.cache, cache], [cache]):
-        with pytest.raises(ValueError, match="rope must be the one that the chunk"):
+        with pytest.raises(ValueError, match="rope must be the one that the part"):
             cache_of().splice(*others, rope=None)
     with pytest.raises(kvfast.CacheFullError, match="room for 30 of 30 tokens, got 40"):
         cache_of(max_seq_len=30).splice(chunk.cache, rope=rope)

@@ -18,10 +18,10 @@ from selection import parametrize
 
 import kvfast
 from kvfast.core import tuning
-from kvfast.core.tuning import DEFAULT, LEVELS, ORDERS, Reading
+from kvfast.core.tuning import DEFAULT, LEVELS, ORDERS, Prefetching
 
 FLOATS = ["float32", "float16", "bfloat16"]
-READINGS = [Reading(level, order) for level, order in itertools.product(LEVELS, ORDERS)]
+PREFETCHINGS = [Prefetching(level, order) for level, order in itertools.product(LEVELS, ORDERS)]
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +58,10 @@ def test_the_same_bits_whatever_is_chosen(isa, form):
     attends = list(calls(FORMATS.get(form, form)))
     tuning.use(DEFAULT, "a test")
     expected = [attend().tobytes() for attend in attends]
-    for reading in READINGS:
-        tuning.use(reading, "a test")
-        assert tuning.in_use() == (reading, "a test")
-        assert [attend().tobytes() for attend in attends] == expected, reading
+    for prefetching in PREFETCHINGS:
+        tuning.use(prefetching, "a test")
+        assert tuning.in_use() == (prefetching, "a test")
+        assert [attend().tobytes() for attend in attends] == expected, prefetching
 
 
 @pytest.mark.parametrize("form", FLOATS)
@@ -75,8 +75,8 @@ def test_the_same_bits_of_pages(isa, form, dim, rows, rng):
     sequence.advance(99)
     q = rng.standard_normal((1, 2 * rows, dim), np.float32)
     found = set()
-    for reading in READINGS:
-        tuning.use(reading, "a test")
+    for prefetching in PREFETCHINGS:
+        tuning.use(prefetching, "a test")
         found.add(sequence.attend(0, q).tobytes())
     assert len(found) == 1
 
@@ -88,8 +88,8 @@ def test_the_same_bits_of_latent_rows(form, rng):
     cache.advance(300)
     q = rng.standard_normal((1, 8, 64 + 32), np.float32)
     found = set()
-    for reading in READINGS:
-        tuning.use(reading, "a test")
+    for prefetching in PREFETCHINGS:
+        tuning.use(prefetching, "a test")
         found.add(cache.attend(0, q).tobytes())
     assert len(found) == 1
 
@@ -101,8 +101,8 @@ def test_every_row_of_the_table():
     for row in tuning.TABLE:
         for model in row.models:
             found = tuning.from_table((row.vendor, row.family, model), row.tier or "avx2")
-            assert found == (row.reading, f"the table, {row.name}")
-        assert row.reading != DEFAULT
+            assert found == (row.prefetching, f"the table, {row.name}")
+        assert row.prefetching != DEFAULT
     assert tuning.from_table(("GenuineIntel", 6, 1))[0] == tuning.from_table(("", 0, 0))[0] == DEFAULT
     keys = [(row.vendor, row.family, model, row.tier) for row in tuning.TABLE for model in row.models]
     assert len(keys) == len(set(keys))
@@ -124,7 +124,7 @@ def test_this_processor():
 def test_the_variable_is_a_list(monkeypatch):
     base = tuning.from_table()[0]
     monkeypatch.setenv(tuning.VARIABLE, " prefetch_level = 1, int8_order=side ")
-    assert tuning.choose() == (Reading(1, "side"), "KVFAST_TUNING")
+    assert tuning.choose() == (Prefetching(1, "side"), "KVFAST_TUNING")
     monkeypatch.setenv(tuning.VARIABLE, "int8_order=side")
     assert tuning.choose()[0] == dataclasses.replace(base, int8_order="side")
     monkeypatch.setenv(tuning.VARIABLE, "")
@@ -167,8 +167,8 @@ def test_the_variable_at_import():
 def test_the_variable_is_a_file(tmp_path, monkeypatch):
     path = tmp_path / "other=.json"
     monkeypatch.setenv(tuning.VARIABLE, str(path))
-    os.replace(tuning.keep(Reading(1, "side")), path)
-    assert tuning.choose() == (Reading(1, "side"), f"KVFAST_TUNING, {path}")
+    os.replace(tuning.keep(Prefetching(1, "side")), path)
+    assert tuning.choose() == (Prefetching(1, "side"), f"KVFAST_TUNING, {path}")
     path.write_text('{"version": 1, "processors": {"Other-1-2": {}}}')
     with pytest.raises(ValueError, match=f"has nothing for {tuning.processor()}; it has Other-1-2"):
         tuning.choose()
@@ -182,7 +182,7 @@ def test_the_variable_is_a_file(tmp_path, monkeypatch):
 
 def test_what_is_kept_is_found():
     assert tuning.choose() == tuning.from_table() and not tuning.forget()
-    other, mine = Reading(1, "side"), Reading(2, "side")
+    other, mine = Prefetching(1, "side"), Prefetching(2, "side")
     path = Path(tuning.keep(other))
     content = json.loads(path.read_text())
     content["processors"]["Other-1-2"] = content["processors"].pop(tuning.processor())
@@ -258,7 +258,7 @@ def test_what_is_better():
     def trial(name, value, *ratios):
         return Trial(name, value, dict(enumerate(ratios)))
 
-    base = Reading(2)
+    base = Prefetching(2)
     assert best_of(base, [trial("int8_order", "side", 0.99, 0.99), trial("prefetch_level", 1, 1.0, 1.1)]) == base
-    assert best_of(base, [trial("int8_order", "side", 0.9, 1.04), trial("prefetch_level", 1, 0.5)]) == Reading(1)
-    assert best_of(base, [trial("int8_order", "side", 0.9), trial("prefetch_level", 1, 0.8)]) == Reading(1, "side")
+    assert best_of(base, [trial("int8_order", "side", 0.9, 1.04), trial("prefetch_level", 1, 0.5)]) == Prefetching(1)
+    assert best_of(base, [trial("int8_order", "side", 0.9), trial("prefetch_level", 1, 0.8)]) == Prefetching(1, "side")

@@ -159,19 +159,19 @@ def decoded(cache, layer):
 def state(one):
     """Lengths and stored bytes of a cache, to be compared."""
     if isinstance(one, StoredSequence):
-        if one._buffer.closed:
+        if one._storage.closed:
             return "freed"
         shown = [decoded(one, layer) for layer in range(one.num_layers)]
-        states = one._buffer.segment_list() if one._buffer.is_spliced else one._buffer.resume_states()
+        states = one._storage.segment_list() if one._storage.is_spliced else one._storage.resume_states()
         return len(one), one.context_lens.tolist(), shown, states
     if isinstance(one, kvfast.Snapshot | kvfast.CompressedKV):
-        if isinstance(one, kvfast.Snapshot) and one._buffer.is_spliced:
+        if isinstance(one, kvfast.Snapshot) and one._storage.is_spliced:
             return [array.tobytes() for side in one.to_arrays() for array in side]
         return {name: array.tobytes() for name, array in one.state_dict().items()}
     if isinstance(one, PagedStorage):
-        pool = one._buffer.pool
-        if not one._buffer.is_external:
-            return one.num_sequences, one.num_free_blocks, one.num_cached_blocks, one._buffer.owners().tolist()
+        pool = one._batches.pool
+        if not one._batches.is_external:
+            return one.num_sequences, one.num_free_blocks, one.num_cached_blocks, one._batches.owners().tolist()
         return [
             pool.bytes_of_head(layer, 0, pool.num_blocks, head, side).tobytes()
             for layer in range(pool.num_layers)
@@ -201,7 +201,7 @@ def arguments(call, name, function):
         elif "sequences" not in given:
             given["sequences"] = call.batch
     if name.endswith(".splice"):  # which takes them one by one
-        given["chunks"] = recipe_of(name, "chunks")(call)
+        given["parts"] = recipe_of(name, "parts")(call)
     luck = rng.random()
     if given and luck > 0.5:
         count = len(given) if luck > 0.95 else rng.choice([1, 1, 2])
@@ -239,12 +239,12 @@ def perform(world, name, function, owner, outcomes, log):
                 result = getattr(target, method)
             elif owner is None:
                 result = function(**given)
-            elif "chunks" in given:
-                chunks = given["chunks"]
+            elif "parts" in given:
+                parts = given["parts"]
                 result = function(
                     target,
-                    *(chunks if isinstance(chunks, list) else [chunks]),
-                    **{one: value for one, value in given.items() if one != "chunks"},
+                    *(parts if isinstance(parts, list) else [parts]),
+                    **{one: value for one, value in given.items() if one != "parts"},
                 )
             else:
                 result = function(target, **given)

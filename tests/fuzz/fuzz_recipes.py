@@ -300,7 +300,7 @@ RECIPES = {
     "theta": small(10000.0, 1.5),
     "frequencies": none_or([1.0, 0.1]),
     "recomputed": small(0, 0, 1),
-    "chunks": lambda c: [one for one in (c.any(*CACHES, "Snapshot") for _ in range(c.pick(1, 2))) if one is not None],
+    "parts": lambda c: [one for one in (c.any(*CACHES, "Snapshot") for _ in range(c.pick(1, 2))) if one is not None],
     "first": small(0, 3, 20),
     "last": small(5, 20, 40),
     "cos": lambda c: c.floats(400, 8),

@@ -20,7 +20,7 @@ def bits(array):
 
 def pool_state(pool):
     """All that a pool tells of its blocks."""
-    owners = pool._buffer.owners().tolist()
+    owners = pool._batches.owners().tolist()
     return {"free": pool.num_free_blocks, "known": pool.num_cached_blocks, "sequences": pool.num_sequences, "owners": owners}
 
 

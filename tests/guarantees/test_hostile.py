@@ -246,7 +246,7 @@ def test_a_sequence_is_made_by_its_pool():
     pools = {kvfast.Sequence: kvfast.PagedKVCache(1, 1, 16, 4), MLASequence: kvfast.PagedMLAKVCache(1, 16, 4, num_blocks=4)}
     for kind, own in pools.items():
         others = [pool for pool in pools.values() if pool is not own]
-        for wrong in (None, 3, object(), own._buffer, own.new_sequence(), *others):
+        for wrong in (None, 3, object(), own._batches, own.new_sequence(), *others):
             with pytest.raises(TypeError, match="made by its pool"):
                 kind(wrong)
 

@@ -169,7 +169,7 @@ def test_training_of_codebooks(rng):
 def test_heads(rng):
     cache = kvfast.MultiHeadKVCache(2, MultiHeadConfig(head_dim=DIM, bits=5, num_q_heads=512))
     with kvfast.use_isa(kvfast.available_isas()[0]):
-        push(cache._buffer, *(long_rows(rng, LONG, 2),) * 2)
+        push(cache._storage, *(long_rows(rng, LONG, 2),) * 2)
     q = rng.standard_normal((512, DIM), np.float32)
     assert ctrl_c(lambda: cache.attention_scores(q, softmax=True)) < 1
     assert len(cache) == LONG

@@ -41,7 +41,7 @@ def test_a_prefix_is_found_under_its_salt_only():
 
 def test_prefix_hashes_are_keyed_by_pool():
     """So that nobody can compute outside which prompts collide, nor which a pool knows."""
-    indexes = [kvfast.PagedKVCache(1, 1, 16, num_blocks=4, block_size=16, dtype="int8")._buffer.index for _ in range(2)]
+    indexes = [kvfast.PagedKVCache(1, 1, 16, num_blocks=4, block_size=16, dtype="int8")._batches.index for _ in range(2)]
     digests = [index.digests(np.arange(64), 16) for index in indexes]
     assert digests[0] == indexes[0].digests(np.arange(64), 16)
     assert not set(digests[0]) & set(digests[1]) and {len(one) for one in digests[0]} == {64}
@@ -149,7 +149,7 @@ def test_what_is_written_meanwhile_is_private(tmp_path, monkeypatch):
 
 def raw(cache):
     """All bytes of a cache's blocks, as (num_blocks, bytes)."""
-    pool = cache._buffer.pool if hasattr(cache._buffer, "pool") else cache._buffer.tables[0].pool
+    pool = cache._batches.pool if hasattr(cache, "_batches") else cache._storage.tables[0].pool
     sides = [
         pool.bytes_of_head(layer, first, min(8, pool.num_blocks - first), head, values).copy()
         for first in range(0, pool.num_blocks, 8)
@@ -168,7 +168,7 @@ def pool(request):
 
 
 def owned(pool):
-    return pool._buffer.owners() > 0
+    return pool._batches.owners() > 0
 
 
 def test_freed_blocks_are_zero(pool, rng):
@@ -214,7 +214,7 @@ def test_a_copied_block_takes_over_only_what_is_kept(pool, rng):
     twin.restore(sequence.snapshot())
     assert np.array_equal(raw(pool)[sequence.block_indices()], raw(twin)[twin.block_indices()])
     assert snapshot.seq_len == 30 and kvfast.load(snapshot).k(0).any()
-    block = snapshot._buffer.block_ids(0)
+    block = snapshot._storage.block_ids(0)
     del snapshot
     pool.new_sequence().free()  # the pool is entered again
     assert not raw(pool)[block].any()

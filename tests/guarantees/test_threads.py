@@ -293,7 +293,7 @@ def test_a_found_prefix_is_not_taken_away_before_it_has_an_owner(rng):
         sequence.advance(64, range(64))
     other = pool.new_sequence()
     MeetingDigest.calls["append"] = lambda: other.append(0, *kv(rng, 256))  # as many as the pool has
-    found = kvfast.Sequence(pool, range(64), [MeetingDigest(one) for one in pool._buffer.index.digests(range(64), 64)])
+    found = kvfast.Sequence(pool, range(64), [MeetingDigest(one) for one in pool._batches.index.digests(range(64), 64)])
     assert len(found) == 64 and pool.num_free_blocks == 3
     assert "another thread" in MeetingDigest.outcomes["append"]
 
@@ -323,7 +323,7 @@ def test_what_a_sequence_knows_of_its_tokens_changes_with_them(rng):
         "match": lambda: pool.match_prefix(range(65)),
     }
     meanwhile = Meanwhile(calls)
-    sequence._buffer.advance(64, lambda before: sequence._take_ids(before, MeetingIds(list(range(64)), meanwhile)))
+    sequence._storage.advance(64, lambda before: sequence._take_ids(before, MeetingIds(list(range(64)), meanwhile)))
     assert {name for name, outcome in meanwhile.outcomes.items() if "another thread" not in outcome} == set()
     assert meanwhile.outcomes.keys() == calls.keys() and len(sequence) == 64
     with pool.match_prefix(range(65)) as found:
@@ -342,9 +342,9 @@ def test_ids_that_an_interrupted_call_left_behind_are_not_believed(rng, monkeypa
     # Ctrl-C came when the tokens had changed, and what is known of them had not.
     if left == "advance":
         sequence.append(0, *kv(rng, 32))
-        sequence._buffer.advance(32)
+        sequence._storage.advance(32)
     elif left == "truncate":
-        sequence._buffer.truncate(32)
+        sequence._storage.truncate(32)
     else:
 
         def interrupted(*_):
@@ -511,7 +511,7 @@ def test_a_cache_can_be_looked_at_while_it_is_used(rng, kind):
             )
             if kind == "paged":
                 pool = cache.pool
-                seen.append((pool.num_free_blocks, pool.num_sequences, repr(pool), cache.can_append(10), pool._buffer.owners().max()))
+                seen.append((pool.num_free_blocks, pool.num_sequences, repr(pool), cache.can_append(10), pool._batches.owners().max()))
             if stop.is_set():
                 return
 
@@ -657,7 +657,7 @@ def test_positions_are_those_that_the_rotation_was_made_for(rng, method):
     ring = kvfast.RingKVCache(1, 2, 32, sliding_window=64, rope=kvfast.Rope())
     ring.append(0, *kv(rng, 3))
     rows = {"append": kv(rng, 1), "write": np.ones((1, 1, 8 * 32), np.float32), "attend": np.ones((1, 1, 4, 32), np.float32)}[method]
-    hooked = CountedBetween(rows[0], lambda: ring._buffer.append(0, *kv(rng, 1)))
+    hooked = CountedBetween(rows[0], lambda: ring._storage.append(0, *kv(rng, 1)))
     with pytest.raises(RuntimeError, match="held 3 tokens, and holds 4"):
         getattr(ring, method)(0, hooked, *rows[1:])
     assert ring.layer_length(0) == 4

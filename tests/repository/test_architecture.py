@@ -41,13 +41,13 @@ def test_every_package_has_a_floor(rooms):
 @pytest.mark.parametrize(
     "wrong",
     [
-        ("core/kernels.pyx", "from kvfast.codec.blocks cimport kv_store", "core imports codec"),
+        ("core/kernels.pyx", "from kvfast.codec.blocks cimport kv_layout", "core imports codec"),
         ("core/kernels.pyx", "    from kvfast.storage.memory import pool", "core imports storage"),
         ("codec/blocks.pxd", "from kvfast cimport capi", "codec imports capi"),
         ("caches/ring.py", "import kvfast", "caches imports __init__"),
         ("caches/ring.py", "import kvfast.cli.bench", "caches imports cli"),
         ("planning/plan.py", "from kvfast.caches.ring import (\n    RingKVCache,\n    _hidden,\n)", "_hidden is private to caches"),
-        ("llama/model.py", "def f(cache):\n    return cache._buffer", "_buffer is private"),
+        ("llama/model.py", "def f(cache):\n    return cache._storage", "_storage is private"),
     ],
 )
 def test_what_breaks_the_rules_is_found(rooms, tmp_path, monkeypatch, wrong):

@@ -8,7 +8,7 @@ import pytest
 import kvfast
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.caches.multi_head import MultiHeadConfig
-from kvfast.caches.stored_sequence import buffer_of, settings_of
+from kvfast.caches.stored_sequence import storage_in, settings_of
 from kvfast.files.state import json_of
 from kvfast.storage.kinds import BLOCK_SIZE, decoded, storage_of
 from kvfast.storage.settings import checked_settings
@@ -29,7 +29,7 @@ def fill(cache, seed, n=100):
         cache.push_tokens(*rng.standard_normal((2, n, cache.num_heads, cache.head_dim), np.float32))
         return cache
     for layer in range(cache.num_layers):
-        heads, k_dim, v_dim = buffer_of(cache).shape(layer)
+        heads, k_dim, v_dim = storage_in(cache).shape(layer)
         if isinstance(cache, kvfast.MLAKVCache):
             cache.append(layer, rng.standard_normal((n, cache.head_dim), np.float32))
         else:
@@ -44,7 +44,7 @@ def test_settings_are_all_that_a_storage_needs(kind):
     settings = settings_of(cache)
     again = checked_settings(settings)
     assert again == settings and json.loads(json_of(again)) == json.loads(json_of(settings))
-    mine, other = buffer_of(cache), storage_of(settings)
+    mine, other = storage_in(cache), storage_of(settings)
     for name in ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "rope_dim", "formats", "block_size", "max_seq_len"):
         assert getattr(other, name) == getattr(mine, name), name
     assert type(other) is type(mine) and [type(one) for one in other.tables] == [type(one) for one in mine.tables]

@@ -62,7 +62,7 @@ def test_a_schedulers_blocks_have_the_bits_of_a_pool_of_its_own(isa, dtype, head
 
 def copy_block(pool, num_blocks, source, target):
     """The same in a pool of its own memory."""
-    inner = pool._buffer.pool
+    inner = pool._batches.pool
     for layer in range(LAYERS):
         for head in range(HEADS):
             for values in (False, True):

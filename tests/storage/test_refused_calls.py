@@ -26,13 +26,13 @@ def new_pool(fmt, **options):
 
 
 def state_of(pool, *sequences):
-    index, size = pool._buffer.index, pool.block_size
+    index, size = pool._batches.index, pool.block_size
     state = [
         pool.num_free_blocks,
         pool.num_cached_blocks,
         pool.num_sequences,
-        pool._buffer.pool.nbytes_used,
-        pool._buffer.owners().tolist(),
+        pool._batches.pool.nbytes_used,
+        pool._batches.owners().tolist(),
         index.find(index.digests(IDS, size)),
         index.find(index.digests(IDS[100:], size)),
     ]
@@ -41,7 +41,7 @@ def state_of(pool, *sequences):
 
 def tokens_of(cache):
     tokens = [(cache.k(layer).tobytes(), cache.v(layer).tobytes(), cache.block_indices(layer).tolist()) for layer in range(LAYERS)]
-    plain = [] if cache.is_spliced else cache._buffer.resume_states()
+    plain = [] if cache.is_spliced else cache._storage.resume_states()
     return [len(cache), cache.context_lens.tolist(), cache.nbytes_used, tokens, plain]
 
 

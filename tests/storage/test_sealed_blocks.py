@@ -87,7 +87,7 @@ def restored(cache, stream, path):
     if isinstance(cache, kvfast.Sequence):
         names = () if cache.rollback is None else ("sliding_window", "num_sink_tokens", "rollback")
         window = {name: getattr(cache.pool, name) for name in names}
-        other = kvfast.PagedKVCache(*shape(cache), 20, dtype=list(cache._buffer.formats), **window).restore(snapshot)
+        other = kvfast.PagedKVCache(*shape(cache), 20, dtype=list(cache._storage.formats), **window).restore(snapshot)
         Stream(77, LENGTH).feed(cache, 300)
     return stream.feed(other, LENGTH, 7)
 
@@ -432,14 +432,14 @@ def test_float_rows_are_given_back(name):
         for n in range(300, 1000, 9):
             stream.feed(cache, n)
             size = len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size
-            rest.append((cache._buffer.nbytes_used - size) / cache.block_size)
-        layers, open_tokens = cache.num_layers, max(one.open_tokens for one in cache._buffer.formats)
+            rest.append((cache._storage.nbytes_used - size) / cache.block_size)
+        layers, open_tokens = cache.num_layers, max(one.open_tokens for one in cache._storage.formats)
         # Values that are float32 stay so.
         most = (6 if name == "means, float values" else 4) * layers * HEADS * 32 * (1 + (32 + open_tokens) / cache.block_size)
         assert max(rest) <= most and min(rest) < 0.75 * most
         cache.truncate(500)
         stream.feed(cache, 990, 1)
-        assert cache._buffer.nbytes_used - len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size <= (
+        assert cache._storage.nbytes_used - len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size <= (
             most * cache.block_size
         )
 

@@ -110,7 +110,7 @@ def format_of(storage):
 
 def coded(cache, table=0):
     """Tokens of a cache or a snapshot that have their codes alone, as it tells a file; -1 where that is not told."""
-    return getattr(cache, "_cache", cache)._buffer.resume_states()[table].get("floats_begin", -1)
+    return getattr(cache, "_cache", cache)._storage.resume_states()[table].get("floats_begin", -1)
 
 
 def close(got, given):

@@ -257,9 +257,9 @@ class Pool:
         self.born = None
 
     def seen(self):
-        told = [self.pool.num_free_blocks, self.pool.num_cached_blocks, self.pool._buffer.owners().tobytes()]
+        told = [self.pool.num_free_blocks, self.pool.num_cached_blocks, self.pool._batches.owners().tobytes()]
         for one in (self.one, self.known, self.child):
-            told += ["freed"] if one._buffer.closed else seen(one)
+            told += ["freed"] if one._storage.closed else seen(one)
         return told + ([] if self.born is None else seen(self.born))
 
 

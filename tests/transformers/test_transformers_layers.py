@@ -153,7 +153,7 @@ def test_chunks_take_constant_memory():
     cache, sizes = KVFastCache(model.config, "int8", rollback=0), []
     for _ in range(40):
         logits(model, prompt(1, 20)[0], "kvfast", cache)
-        sizes.append(cache.rows[0]._buffer.tables[0].pool.nbytes)
+        sizes.append(cache.rows[0]._storage.tables[0].pool.nbytes)
     assert max(sizes[20:]) == max(sizes[:20])
 
 

@@ -12,7 +12,7 @@ enum {
     TILE_BYTES = 64 << 10,      /* of keys, of stored rows with those to come: stays in the second cache */
     DECODED_BYTES = 16 << 10,   /* the same of decoded rows, in the first one */
     SERIAL_BYTES = 64 << 10,    /* a second thread does not pay for less */
-    PRODUCT_ROWS = 3 * KV_ROWS, /* fewest query rows for which panels pay without one; bench/bench_ggml_attention.py sets these */
+    PRODUCT_ROWS = 3 * KV_ROWS, /* fewest query rows for which strips pay without one; bench/bench_ggml_attention.py sets these */
 };
 
 static float option(const struct ggml_tensor *op, int i)

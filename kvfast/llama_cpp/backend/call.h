@@ -32,7 +32,7 @@ typedef struct {
     float scale, softcap, max_bias;
     int64_t tokens, rows;  /* of the context; query rows per KV head */
     int tile;              /* tokens of a pass */
-    bool matrix, products; /* by the matrix unit or as words; as products with panels of floats */
+    bool matrix, products; /* by the matrix unit or as words; as products with strips of floats */
     char *scratch;         /* of all threads */
     size_t scratch_bytes;
 } call;

@@ -1,7 +1,7 @@
-/* Products of many query rows with panels of floats: what prompts take without a matrix unit. No sum across lanes is needed, and
+/* Products of many query rows with strips of floats: what prompts take without a matrix unit. No sum across lanes is needed, and
    conversions are shared by all rows of a task.
 
-   A panel of values has a row per token and KV_COLUMNS elements of it; one of keys has a row per element and KV_COLUMNS tokens. Heads
+   A strip of values has a row per token and KV_COLUMNS elements of it; one of keys has a row per element and KV_COLUMNS tokens. Heads
    of 128 make 16 KB of each, which stay in the first cache while all rows of a task pass by. */
 
 /* c[r][j] = c[r][j] x factors[r] (0 without factors) + sum a[r][i] b[i][j], for two vectors of columns. */
@@ -25,7 +25,7 @@ static inline __attribute__((always_inline)) void KV(multiply_rows)(
         for (int v = 0; v < 2; v++) vf_store(c + r * c_stride + v * W, sum[r][v]);
 }
 
-static void KV(multiply_float_panel)(
+static void KV(multiply_float_strip)(
     const float *a, ptrdiff_t a_stride, int rows, const float *b, int depth, const float *factors, float *c, ptrdiff_t c_stride)
 {
     enum { ROWS = W == 16 ? 8 : 4 }; /* 16 accumulators, or 8 */
@@ -39,8 +39,8 @@ static void KV(multiply_float_panel)(
         }
 }
 
-/* KV_LANES rows of n floats, as columns of a panel. */
-static void KV(transpose_rows)(const float *rows, ptrdiff_t stride, int n, float *panel)
+/* KV_LANES rows of n floats, as columns of a strip. */
+static void KV(transpose_rows)(const float *rows, ptrdiff_t stride, int n, float *strip)
 {
     for (int lane = 0; lane < KV_LANES; lane += W)
         for (int i = 0; i < n; i += W) {
@@ -53,6 +53,6 @@ static void KV(transpose_rows)(const float *rows, ptrdiff_t stride, int n, float
                 }
                 memcpy(x, y, sizeof x);
             }
-            for (int t = 0; t < W; t++) vf_store(panel + (i + t) * KV_COLUMNS + lane, x[t]);
+            for (int t = 0; t < W; t++) vf_store(strip + (i + t) * KV_COLUMNS + lane, x[t]);
         }
 }

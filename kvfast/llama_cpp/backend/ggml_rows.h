@@ -30,17 +30,17 @@ typedef void (*kv_prepare_rows)(const float *rows, int num_rows, int n, float sc
 typedef void (*kv_add_rows)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
                             float *acc);
 
-/* Columns of a panel (ggml_products.inc.h): the elements of a block of ggml, or as many tokens. */
+/* Columns of a strip (ggml_products.inc.h): the elements of a block of ggml, or as many tokens. */
 enum { KV_COLUMNS = 32 };
-/* c[r][j] = c[r][j] x factors[r] (0 without factors) + sum a[r][i] b[i][j], for the columns j of a panel b of `depth` rows. */
+/* c[r][j] = c[r][j] x factors[r] (0 without factors) + sum a[r][i] b[i][j], for the columns j of a strip b of `depth` rows. */
 typedef void (*kv_multiply)(const float *a, ptrdiff_t a_stride, int rows, const float *b, int depth, const float *factors, float *c,
                             ptrdiff_t c_stride);
-/* Makes KV_LANES rows of n floats columns of a panel. */
-typedef void (*kv_transpose_rows)(const float *rows, ptrdiff_t stride, int n, float *panel);
+/* Makes KV_LANES rows of n floats columns of a strip. */
+typedef void (*kv_transpose_rows)(const float *rows, ptrdiff_t stride, int n, float *strip);
 
-/* The same of codes of `count` tokens, at most KV_LANES; then the scores of a panel of codes. See ggml_scores.inc.h. */
-typedef void (*kv_transpose_codes)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales);
-typedef void (*kv_multiply_codes)(const kv_row_queries *queries, int num_rows, int n, const char *panel, const uint16_t *scales,
+/* The same of codes of `count` tokens, at most KV_LANES; then the scores of a strip of codes. See ggml_scores.inc.h. */
+typedef void (*kv_transpose_codes)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *strip, uint16_t *scales);
+typedef void (*kv_multiply_codes)(const kv_row_queries *queries, int num_rows, int n, const char *strip, const uint16_t *scales,
                                   float *scores);
 
 typedef struct {

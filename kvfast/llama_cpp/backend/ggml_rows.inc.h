@@ -131,6 +131,6 @@ const kv_row_kernels KV(kv_row_kernels) = {
 #ifdef KV_VBMI
     .add_rounded = {[GGML_TYPE_Q8_0] = KV(add_codes_q8_0), [GGML_TYPE_Q4_0] = KV(add_codes_q4_0)},
 #endif
-    .multiply = KV(multiply_float_panel),
+    .multiply = KV(multiply_float_strip),
     .transpose_rows = KV(transpose_rows),
 };

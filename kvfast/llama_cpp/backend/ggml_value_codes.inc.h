@@ -39,11 +39,11 @@ static inline __attribute__((always_inline)) void KV(add_code_block)(
 {
     const ptrdiff_t block_bytes = type == GGML_TYPE_Q8_0 ? sizeof(block_q8_0) : sizeof(block_q4_0);
     char tail[4 * sizeof(block_q8_0)] = {0};
-    vacc high[KV_PANEL][2], low[KV_PANEL][2];
+    vacc high[KV_QUAD][2], low[KV_QUAD][2];
     KV_FOR4(r, rows,
         high[r][0] = high[r][1] = (vacc)vi_set1(0);
         low[r][0] = low[r][1] = (vacc)vi_set1(sums[r] * (type == GGML_TYPE_Q8_0 ? -128 : -8)););
-    for (int t = 0; t < count; t += 4, values += 4 * stride, x += 8 * KV_PANEL) {
+    for (int t = 0; t < count; t += 4, values += 4 * stride, x += 8 * KV_QUAD) {
         if (count - t < 4) { /* those beyond have no weight, but nothing may be read there */
             for (int i = 0; i < count - t; i++) memcpy(tail + i * block_bytes, values + i * stride, (size_t)block_bytes);
             values = tail, stride = block_bytes;
@@ -70,14 +70,14 @@ static inline __attribute__((always_inline)) void KV(add_codes)(
     const ptrdiff_t block_bytes = type == GGML_TYPE_Q8_0 ? sizeof(block_q8_0) : sizeof(block_q4_0);
     const int whole = kv_whole_lanes(count);
     const ptrdiff_t pieces = (count + 3) / 4 * 3, step = ahead.bytes / (pieces * (n / 32)) + 1; /* three with four tokens of a block */
-    KV_ALIGNED float scales[KV_TILE], weights[KV_PANEL * KV_TILE];
-    KV_ALIGNED int8_t parts[KV_PANEL * KV_TILE * 2];
+    KV_ALIGNED float scales[KV_TILE], weights[KV_QUAD * KV_TILE];
+    KV_ALIGNED int8_t parts[KV_QUAD * KV_TILE * 2];
     for (int b = 0; b < n / 32; b++, values += block_bytes) {
         KV(load_block_scales)(values, stride, count, scales);
-        for (int row = 0; row < num_rows; row += KV_PANEL) {
-            const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
-            float inverse[KV_PANEL], units[KV_PANEL];
-            int32_t sums[KV_PANEL];
+        for (int row = 0; row < num_rows; row += KV_QUAD) {
+            const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
+            float inverse[KV_QUAD], units[KV_QUAD];
+            int32_t sums[KV_QUAD];
             for (int r = 0; r < rows; r++) {
                 vf largest = vf_set1(0.0f);
                 for (int t = 0; t < whole; t += W) {

@@ -20,7 +20,7 @@ static inline __attribute__((always_inline)) void KV(add_block)(
     const char *values, ptrdiff_t stride, int count, int first, const float *weights, const float *rescale, const int rows,
     const int vectors, kv_lines ahead, float *acc, ptrdiff_t n, const int type)
 {
-    vf sum[KV_PANEL][2];
+    vf sum[KV_QUAD][2];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) sum[r][v] = vf_mul(vf_load(acc + r * n + v * W), vf_set1(rescale[r]));
     for (int t = 0; t < count; t++, values += stride) {
@@ -50,11 +50,11 @@ static inline __attribute__((always_inline)) void KV(add_rows)(
     enum { VECTORS = 2, STEP = VECTORS * W };
     const ptrdiff_t block_bytes = type == GGML_TYPE_Q8_0 ? sizeof(block_q8_0) : sizeof(block_q4_0);
     const ptrdiff_t step = ahead.bytes / (count * (n / STEP)) + 1; /* fetched with each piece of a row */
-    KV_ALIGNED float scales[KV_TILE], weights[KV_PANEL * KV_TILE];
+    KV_ALIGNED float scales[KV_TILE], weights[KV_QUAD * KV_TILE];
     for (int b = 0; b < n / 32; b++, values += block_bytes) {
         KV(load_block_scales)(values, stride, count, scales);
-        for (int row = 0; row < num_rows; row += KV_PANEL) {
-            const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
+        for (int row = 0; row < num_rows; row += KV_QUAD) {
+            const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
             for (int r = 0; r < rows; r++)
                 for (int t = 0; t < count; t += W)
                     vf_store(weights + r * KV_TILE + t, vf_mul(vf_load(state->weights + (row + r) * KV_TILE + t), vf_load(scales + t)));

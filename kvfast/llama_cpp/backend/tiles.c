@@ -99,8 +99,8 @@ static void fetch_tile_after(const side *s, const kv_task *t, const char *rows, 
     }
 }
 
-/* The keys of a tile as panels of KV_COLUMNS tokens, of codes or floats. */
-static void open_key_panels(const kv_task *t, int64_t token, int count)
+/* The keys of a tile as strips of KV_COLUMNS tokens, of codes or floats. */
+static void open_key_strips(const kv_task *t, int64_t token, int count)
 {
     const call *c = t->call->given;
     const side *s = &c->k;
@@ -112,22 +112,22 @@ static void open_key_panels(const kv_task *t, int64_t token, int count)
     float *rows = own->rows;
     for (int i = 0; i < count; i += KV_LANES) {
         const int some = (int)smaller(count - i, KV_LANES);
-        const ptrdiff_t panel = i / KV_COLUMNS * padded * KV_COLUMNS, column = i % KV_COLUMNS;
+        const ptrdiff_t strip = i / KV_COLUMNS * padded * KV_COLUMNS, column = i % KV_COLUMNS;
         if (c->products) fetch_tile_after(s, t, stored, token + i, count, some);
         if (s->transpose) {
-            char *codes = (char *)own->keys + panel + column * 4;
-            s->transpose(stored, stride, (int)n, some, ahead, codes, own->scales + panel / 32 + column);
+            char *codes = (char *)own->keys + strip + column * 4;
+            s->transpose(stored, stride, (int)n, some, ahead, codes, own->scales + strip / 32 + column);
             stored += some * stride, ahead.at += ahead.bytes;
             continue;
         }
         memset(rows, 0, (size_t)(KV_LANES * padded) * sizeof *rows);
         for (int j = 0; j < some; j++, stored += stride) s->decode(stored, n, rows + j * padded);
-        c->tier.rows->transpose_rows(rows, padded, (int)padded, own->keys + panel + column);
+        c->tier.rows->transpose_rows(rows, padded, (int)padded, own->keys + strip + column);
     }
 }
 
-/* The scores of a block's rows and the tokens of a panel, from token i of the tile on. */
-static void score_panel(const kv_task *t, int block, int i)
+/* The scores of a block's rows and the tokens of a strip, from token i of the tile on. */
+static void score_strip(const kv_task *t, int block, int i)
 {
     const call *c = t->call->given;
     const scratch *own = t->own;
@@ -153,7 +153,7 @@ static void attend_with_vectors(const kv_task *t, int64_t token, const kv_tile *
     const call *c = t->call->given;
     const kv_kernels *kernels = t->call->kernels;
     const scratch *own = t->own;
-    if (c->k.transpose) open_key_panels(t, token, keys->count);
+    if (c->k.transpose) open_key_strips(t, token, keys->count);
     for (int b = 0; b < kv_num_blocks(t); b++) {
         if (!own->seen[b]) continue;
         kv_scratch *block = t->narrow + b;
@@ -162,7 +162,7 @@ static void attend_with_vectors(const kv_task *t, int64_t token, const kv_tile *
         const int fetched = b == 0 ? keys->count : 0; /* tokens for which this block fetches: the first does for all */
         const kv_lines next_keys = lines_ahead(&c->k, t, token, fetched), next_values = lines_ahead(&c->v, t, token, fetched);
         const kv_ahead keys_ahead = as_ahead(next_keys), values_ahead = as_ahead(next_values);
-        for (int i = 0; c->k.transpose && i < keys->count; i += KV_COLUMNS) score_panel(t, b, i);
+        for (int i = 0; c->k.transpose && i < keys->count; i += KV_COLUMNS) score_strip(t, b, i);
         if (!c->k.transpose)
             kernels->scores[c->k.rows.dtype](&c->k.rows, &block->queries, rows, keys, &keys_ahead, block->softmax.weights);
         kernels->softmax(&block->softmax, rows, keys->count, own->from + b * KV_ROWS, own->to + b * KV_ROWS, 0, &options);
@@ -173,8 +173,8 @@ static void attend_with_vectors(const kv_task *t, int64_t token, const kv_tile *
     }
 }
 
-/* The values of a tile as panels of KV_COLUMNS elements. */
-static void open_value_panels(const kv_task *t, int64_t token, int count)
+/* The values of a tile as strips of KV_COLUMNS elements. */
+static void open_value_strips(const kv_task *t, int64_t token, int count)
 {
     const call *c = t->call->given;
     const side *s = &c->v;
@@ -194,7 +194,7 @@ static void open_value_panels(const kv_task *t, int64_t token, int count)
     }
 }
 
-/* A panel stays in the first cache while the rows of all blocks pass by. */
+/* A strip stays in the first cache while the rows of all blocks pass by. */
 static void attend_with_products(const kv_task *t, int count)
 {
     const call *c = t->call->given;
@@ -202,7 +202,7 @@ static void attend_with_products(const kv_task *t, int count)
     const int padded = c->v.rows.padded_dim, blocks = kv_num_blocks(t);
     for (int i = 0; i < count; i += KV_COLUMNS)
         for (int b = 0; b < blocks; b++)
-            if (i < own->seen[b]) score_panel(t, b, i);
+            if (i < own->seen[b]) score_strip(t, b, i);
     for (int b = 0; b < blocks; b++) {
         if (!own->seen[b]) continue;
         const kv_score_options options = options_of(t, b);
@@ -229,8 +229,8 @@ static void read(kv_task *t)
         const int count = (int)smaller(c->tile, stop - token);
         if (!kv_find_seen(t, token, count)) continue;
         if (c->products) {
-            open_key_panels(t, token, count);
-            open_value_panels(t, token, count);
+            open_key_strips(t, token, count);
+            open_value_strips(t, token, count);
             attend_with_products(t, count);
             continue;
         }

@@ -89,7 +89,7 @@ static void KV(encode_k)(const kv_side *side, char *block, int slot, const float
         uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, per_line);
         int d = 0;
         if (here == 4)
-            for (; d + 16 <= nbytes; d += 16, line += 4 * 64) kv_transpose_words(codes + d, STRIDE, line, 64);
+            for (; d + 16 <= nbytes; d += 16, line += 4 * 64) kv_transpose_4x4_dwords(codes + d, STRIDE, line, 64);
         for (int t = 0; t < here && d < nbytes; t++) KV(put_words_k)(line + 4 * t, codes + t * STRIDE + d, nbytes - d);
     }
 }
@@ -153,8 +153,8 @@ static inline void KV(get_v)(const kv_side *side, const char *block, int slot, u
     const uint32_t bits = per_line == 4 ? 0xFF : 15;
     line -= slot % 4;
     for (int d = 0; d < dims; d += KV_LANES, line += side->block_size / per_line * 64) {
-        const kv_word *words = (const kv_word *)line;
-        for (int i = 0; i < KV_LANES; i++) codes[d + i] = (uint8_t)(words[i] >> shift & bits);
+        const kv_dword *dwords = (const kv_dword *)line;
+        for (int i = 0; i < KV_LANES; i++) codes[d + i] = (uint8_t)(dwords[i] >> shift & bits);
     }
 }
 

@@ -129,7 +129,7 @@ static void KV(put_keys)(const kv_key_order *order, int mean, int padded_dim, co
                          uint8_t *lines)
 {
     for (int d = 0; d < padded_dim; d += 16)
-        for (int t = 0; t < KV_LANES; t += 4) kv_transpose_words(codes + t * stride + d, stride, lines + d * 16 + t * 4, 64);
+        for (int t = 0; t < KV_LANES; t += 4) kv_transpose_4x4_dwords(codes + t * stride + d, stride, lines + d * 16 + t * 4, 64);
     for (int u = 0; u < padded_dim / KV_UNIT; u++, unit += 32 * mean) {
         const uint8_t *even0 = lines + order->even[2 * u] * 64, *even1 = lines + order->even[2 * u + 1] * 64;
         const uint8_t *wide = lines + order->wide[u] * 64, *narrow = lines + order->narrow[u] * 64;

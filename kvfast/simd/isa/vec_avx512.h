@@ -1,14 +1,14 @@
 /* Vector layer, AVX-512, perhaps with VNNI, perhaps with VBMI: 16 floats a register. vec_scalar.h explains the names. */
 #define W 16
-#define INT_VECTORS 2   /* code vectors per integer panel: 4 rows x 2 parts x 2 = 16 accumulators, 8 without VNNI */
+#define INT_VECTORS 2   /* code vectors per integer quad: 4 rows x 2 parts x 2 = 16 accumulators, 8 without VNNI */
 #define INT8_ZERO 128
 #ifdef KV_VNNI
 #define INT_PRODUCTS 8  /* 4 depths x the two parts of an activation */
 #else
 #define INT_PRODUCTS 4
 #endif
-#define FLOAT_VECTORS 4 /* value vectors per float panel: 4 rows x 4 = 16 accumulators */
-#define FLOAT_TOKENS 4  /* key rows per float panel */
+#define FLOAT_VECTORS 4 /* value vectors per float quad: 4 rows x 4 = 16 accumulators */
+#define FLOAT_TOKENS 4  /* key rows per float quad */
 
 #define vf __m512
 #define vi __m512i
@@ -113,7 +113,7 @@ typedef struct { __m512i even, odd; } KV(vwide); /* depths 0, 2 and 1, 3 of each
 #define vacc_total(a, b) ((__m512i)(a))
 #endif
 
-/* 4 depths of KV_PANEL rows in 32 bytes, int16. */
+/* 4 depths of KV_QUAD rows in 32 bytes, int16. */
 static inline void KV(arrange_words)(vi r0, vi r1, vi r2, vi r3, vi words[2])
 {
     const vi r01 = _mm512_packs_epi32(r0, r1), r23 = _mm512_packs_epi32(r2, r3);

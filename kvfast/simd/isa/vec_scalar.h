@@ -4,7 +4,7 @@
    Every vec_*.h defines the same names over its own registers:
 
      W                      floats per register
-     *_VECTORS, *_TOKENS    shape of the panels that fill, but do not spill, the register file
+     *_VECTORS, *_TOKENS    shape of the sums of a quad that fill, but do not spill, the register file
      INT8_ZERO              what 0 is among the bytes of vcodes_bytes and vcodes_levels
      INT_PRODUCTS           multiplications of vacc_dot in a lane
      vf_*, vi_*             float32 and int32 arithmetic; vf_sign_of(x, s) is |x| with s's sign,
@@ -21,7 +21,7 @@
      vwide, vcodes_widen    codes in the form that vacc_dot multiplies, shared by all rows
      vacc_dot, vacc_total   W dot products with 16-bit activations in two int32 accumulators, and
                             their total modulo 2^32
-     put_parts              stores W activations (-32639..32639) of KV_PANEL rows as vacc_dot reads
+     put_parts              stores W activations (-32639..32639) of KV_QUAD rows as vacc_dot reads
                             them: for each 4 depths, 8 bytes of every row
      top_bits               those of 16 uint16, the first as bit 0 */
 #define W 1
@@ -109,8 +109,8 @@ static inline uint32_t KV(vacc_dot)(uint32_t codes, const int8_t *x)
 
 static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
-    const int16_t parts[KV_PANEL] = {(int16_t)r0, (int16_t)r1, (int16_t)r2, (int16_t)r3};
-    for (int r = 0; r < KV_PANEL; r++) memcpy(x + index / 4 * 32 + r * 8 + index % 4 * 2, parts + r, 2);
+    const int16_t parts[KV_QUAD] = {(int16_t)r0, (int16_t)r1, (int16_t)r2, (int16_t)r3};
+    for (int r = 0; r < KV_QUAD; r++) memcpy(x + index / 4 * 32 + r * 8 + index % 4 * 2, parts + r, 2);
 }
 #define put_parts KV(put_parts)
 

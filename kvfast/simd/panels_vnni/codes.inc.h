@@ -64,8 +64,8 @@ static inline __attribute__((always_inline)) void KV(widen_keys)(const char *uni
     const int unit_bytes = 32 * kv_dtypes[dtype].bits;
     const vi less = _mm512_set1_epi8((char)bias);
     for (size_t u = 0; u < (size_t)units; u++, unit += unit_bytes, ahead += unit_bytes) {
-        const KV(words) low = (KV(words))vcodes_load(unit);
-        const KV(words) high = dtype == KV_INT4 ? (KV(words))vcodes_load(unit + 64) : (KV(words))KV(load_nibbles)(unit + 64, 0);
+        const KV(dwords) low = (KV(dwords))vcodes_load(unit);
+        const KV(dwords) high = dtype == KV_INT4 ? (KV(dwords))vcodes_load(unit + 64) : (KV(dwords))KV(load_nibbles)(unit + 64, 0);
         kv_prefetch_lines(ahead, 2, kv_prefetch_level);
 #define KV_PUT(line, codes) _mm512_store_si512(out + (size_t)(line) * 64, _mm512_sub_epi8((vi)(codes), less))
         KV_EACH_KEY_LINE(dtype, order, u, low, high, KV_PUT);

@@ -125,16 +125,16 @@ static unsigned KV(rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdi
     return rows;
 }
 
-/* Cuts up to KV_PANEL rows of n floats, times their inverse scales, into the activations that dot_panel reads; sums[r] is
+/* Cuts up to KV_QUAD rows of n floats, times their inverse scales, into the activations that dot_quad reads; sums[r] is
    the sum of row r. With `carry`, what the rounding leaves out is added to the next float of the same lane, 16 floats on. */
 static inline __attribute__((always_inline)) void KV(put_activations)(
     const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse, int8_t *x, int32_t *sums,
     const int carry)
 {
-    vi sum[KV_PANEL], value[KV_PANEL];
-    vf left[KV_LANES / W][KV_PANEL];
-    for (int lane = 0; lane < KV_LANES / W; lane++) KV_FOR4(r, KV_PANEL, left[lane][r] = vf_set1(0.0f););
-    KV_FOR4(r, KV_PANEL, sum[r] = value[r] = vi_set1(0););
+    vi sum[KV_QUAD], value[KV_QUAD];
+    vf left[KV_LANES / W][KV_QUAD];
+    for (int lane = 0; lane < KV_LANES / W; lane++) KV_FOR4(r, KV_QUAD, left[lane][r] = vf_set1(0.0f););
+    KV_FOR4(r, KV_QUAD, sum[r] = value[r] = vi_set1(0););
     for (ptrdiff_t i = 0; i < n; i += KV_LANES)
         for (int lane = 0; lane < KV_LANES / W; lane++) {
             KV_FOR4(r, num_rows,
@@ -145,7 +145,7 @@ static inline __attribute__((always_inline)) void KV(put_activations)(
                 sum[r] = vi_add(sum[r], value[r]););
             put_parts(x, i + lane * W, value[0], value[1], value[2], value[3]);
         }
-    float total[KV_PANEL]; /* exact: at most 512 * 32639 < 2^24 */
+    float total[KV_QUAD]; /* exact: at most 512 * 32639 < 2^24 */
     KV(vf_sum4)(vi_to_float(sum[0]), vi_to_float(sum[1]), vi_to_float(sum[2]), vi_to_float(sum[3]), total);
     KV_FOR4(r, num_rows, sums[r] = (int32_t)total[r];);
 }
@@ -195,24 +195,24 @@ static inline __attribute__((always_inline)) void KV(prepare_integer)(
     queries->factor = factor;
     queries->most = KV(no_scores);
     if (side->channels) return; /* fold does it, block by block */
-    for (int row = 0; row < num_rows; row += KV_PANEL) {
-        const int panel_rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
-        KV(find_units)(rows + row * n, n, panel_rows, factor, queries->inverse + row, queries->scale + row);
-        KV(put_activations)(rows + row * n, n, panel_rows, n, queries->inverse + row, queries->parts + row * n * 2,
+    for (int row = 0; row < num_rows; row += KV_QUAD) {
+        const int quad_rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
+        KV(find_units)(rows + row * n, n, quad_rows, factor, queries->inverse + row, queries->scale + row);
+        KV(put_activations)(rows + row * n, n, quad_rows, n, queries->inverse + row, queries->parts + row * n * 2,
                             queries->sum + row, 0);
-        for (int r = 0; r < panel_rows; r++) queries->sum[row + r] *= bias;
+        for (int r = 0; r < quad_rows; r++) queries->sum[row + r] *= bias;
     }
 }
 
-/* A panel of queries folded with a block's statistics: the shift of every token's score, and with channel scales the rows
+/* A quad of queries folded with a block's statistics: the shift of every token's score, and with channel scales the rows
    times these scales, as activations. */
 typedef struct {
-    float shift[KV_PANEL];
-    float scale[KV_PANEL];
-    float inverse[KV_PANEL];
-    int32_t sum[KV_PANEL]; /* as in kv_queries */
-    KV_ALIGNED float rows[KV_PANEL * KV_MAX_HEAD_DIM];
-    KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
+    float shift[KV_QUAD];
+    float scale[KV_QUAD];
+    float inverse[KV_QUAD];
+    int32_t sum[KV_QUAD]; /* as in kv_queries */
+    KV_ALIGNED float rows[KV_QUAD * KV_MAX_HEAD_DIM];
+    KV_ALIGNED int8_t parts[KV_QUAD * KV_MAX_HEAD_DIM * 2];
 } KV(folded);
 
 /* Scales of W channels of a key block; `unit` is 2^-16 times the block's unit. */
@@ -221,7 +221,7 @@ static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit)
     return vf_mul(vi_to_float(vi_and(vf_bits(vf_load_bfloat16(scales)), vi_set1(KV_FACTOR << 16))), unit);
 }
 
-/* The shifts of a panel's scores; and with channel scales the rows times these, with the factors that make them activations. */
+/* The shifts of a quad's scores; and with channel scales the rows times these, with the factors that make them activations. */
 static inline __attribute__((always_inline)) void KV(fold_statistics)(
     const kv_side *side, const char *block, const kv_queries *queries, int row, const int num_rows, float *products,
     float *shifts, float *inverse, float *scale_of)
@@ -229,9 +229,9 @@ static inline __attribute__((always_inline)) void KV(fold_statistics)(
     const uint16_t *means = (const uint16_t *)(block + side->means), *scales = (const uint16_t *)(block + side->channels);
     const ptrdiff_t n = side->padded_dim;
     const float *rows = queries->rows + row * n;
-    vf shift[KV_PANEL], largest[KV_PANEL];
-    float sums[KV_PANEL];
-    KV_FOR4(r, KV_PANEL, shift[r] = largest[r] = vf_set1(0.0f););
+    vf shift[KV_QUAD], largest[KV_QUAD];
+    float sums[KV_QUAD];
+    KV_FOR4(r, KV_QUAD, shift[r] = largest[r] = vf_set1(0.0f););
     if (side->channels) {
         const vf unit = vf_set1(KV(unit_of)(scales) * 0x1p-16f), bias = vf_set1((float)KV_KEY_BIAS(side->dtype));
         for (ptrdiff_t i = 0; i < n; i += W) {

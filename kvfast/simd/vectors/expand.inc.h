@@ -76,7 +76,7 @@ static inline __attribute__((always_inline)) void KV(expand_threes)(const uint8_
     for (int u = 0; u < count; u++, unit += 96, ahead += 96, out += 256) {
         kv_prefetch_lines(ahead, 2, kv_prefetch_level);
         for (int lane = 0; lane < KV_LANES; lane += W) {
-            const KV(words) plane = (KV(words))vcodes_load(unit + 4 * lane);
+            const KV(dwords) plane = (KV(dwords))vcodes_load(unit + 4 * lane);
             const vcodes nibbles = KV(load_nibbles)(unit + 64, lane);
             KV_FOR4(line, 4,
                     const vcodes codes = KV(line_of)(plane, nibbles, 3, line, &levels);

@@ -26,7 +26,7 @@ static inline __attribute__((always_inline)) KV(level_tables) KV(load_levels)(co
 }
 
 /* Levels of line `line` of a unit, from its 64 bytes and, of 3 bits, its nibbles. */
-static inline __attribute__((always_inline)) vcodes KV(line_of)(KV(words) plane, vcodes nibbles, const int bits, const int line,
+static inline __attribute__((always_inline)) vcodes KV(line_of)(KV(dwords) plane, vcodes nibbles, const int bits, const int line,
                                                                 const KV(level_tables) *levels)
 {
 #ifdef KV_VBMI
@@ -39,8 +39,8 @@ static inline __attribute__((always_inline)) vcodes KV(line_of)(KV(words) plane,
            : line == 2 ? _mm512_permutexvar_epi8(nibbles, levels->first)
                        : _mm512_permutexvar_epi8(last, levels->third);
 #else
-    const KV(words) high = (KV(words))nibbles;
-    const KV(words) codes = bits == 2   ? plane >> 2 * line & 0x03030303
+    const KV(dwords) high = (KV(dwords))nibbles;
+    const KV(dwords) codes = bits == 2   ? plane >> 2 * line & 0x03030303
                             : line == 0 ? plane & 0x07070707
                             : line == 1 ? plane >> 3 & 0x07070707
                             : line == 2 ? high & 0x07070707
@@ -57,23 +57,23 @@ static inline __attribute__((always_inline)) vcodes KV(line_of)(KV(words) plane,
 static inline __attribute__((always_inline)) void KV(dot_unit_lines)(
     const char *base, const ptrdiff_t *block, ptrdiff_t tile_bytes, int units, const int gather, int block_units, const int bits,
     const KV(level_tables) *levels, const int8_t *x, const int rows, const int vectors, const char *ahead,
-    const int level, vi out[KV_PANEL][4])
+    const int level, vi out[KV_QUAD][4])
 {
     const ptrdiff_t unit_bytes = 32 * bits, read = vectors * W / KV_LANES * unit_bytes; /* of all lane tiles */
-    vacc a[KV_PANEL][4], b[KV_PANEL][4];
+    vacc a[KV_QUAD][4], b[KV_QUAD][4];
     KV_FOR4(r, rows, KV_FOR4(v, vectors, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
     do {
         const char *unit = base + *block++;
         const int here = gather && block_units < units ? block_units : units;
         for (size_t u = 0; u < (size_t)here; u++, unit += unit_bytes, ahead += read) {
-            KV(words) plane[4];
+            KV(dwords) plane[4];
             kv_prefetch_lines(ahead, (int)(read + 63) / 64, level);
             KV_FOR4(v, vectors,
-                    plane[v] = (KV(words))vcodes_load(unit + v * W / KV_LANES * tile_bytes + v * W % KV_LANES * 4););
+                    plane[v] = (KV(dwords))vcodes_load(unit + v * W / KV_LANES * tile_bytes + v * W % KV_LANES * 4););
 #define KV_NIBBLES (bits == 3 ? KV(load_nibbles)(unit + v * W / KV_LANES * tile_bytes + 64, v * W % KV_LANES) : (vcodes)plane[v])
 #define KV_MULTIPLY(line, nibbles)                                                                      \
     do {                                                                                                \
-        const int8_t *y = x + (line) * (8 * KV_PANEL);                                                  \
+        const int8_t *y = x + (line) * (8 * KV_QUAD);                                                   \
         vwide wide[4];                                                                                  \
         KV_FOR4(v, vectors,                                                                             \
             const vcodes now = KV(line_of)(plane[v], nibbles, bits, line, levels);                      \
@@ -84,7 +84,7 @@ static inline __attribute__((always_inline)) void KV(dot_unit_lines)(
             KV_MULTIPLY(1, (vcodes)plane[v]);
             KV_MULTIPLY(2, KV_NIBBLES);
             KV_MULTIPLY(3, KV_NIBBLES);
-            x += 4 * 8 * KV_PANEL;
+            x += 4 * 8 * KV_QUAD;
 #undef KV_MULTIPLY
 #undef KV_NIBBLES
         }
@@ -93,10 +93,10 @@ static inline __attribute__((always_inline)) void KV(dot_unit_lines)(
     KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = vacc_total(a[r][v], b[r][v]);););
 }
 
-/* The loop is there for each level, as in dot_panel. */
+/* The loop is there for each level, as in dot_quad. */
 static inline __attribute__((always_inline)) void KV(dot_units)(
     const char *base, const ptrdiff_t *block, ptrdiff_t tile_bytes, int units, const int gather, int block_units, const int bits,
-    const KV(level_tables) *levels, const int8_t *x, const int rows, const int vectors, const char *ahead, vi out[KV_PANEL][4])
+    const KV(level_tables) *levels, const int8_t *x, const int rows, const int vectors, const char *ahead, vi out[KV_QUAD][4])
 {
 #define KV_LOOP(level) \
     KV(dot_unit_lines)(base, block, tile_bytes, units, gather, block_units, bits, levels, x, rows, vectors, ahead, level, out);

@@ -16,13 +16,13 @@ static void KV(prepare_floating)(const kv_side *side, const float *rows, int num
 }
 
 /* rows x tokens dot products over padded_dim. */
-static inline __attribute__((always_inline)) void KV(score_panel)(
+static inline __attribute__((always_inline)) void KV(score_quad)(
     const char *keys, ptrdiff_t row_stride, int padded_dim, const float *q, const int rows, const int tokens,
     const char *ahead, float *scores, const int dtype)
 {
     const int itemsize = dtype == KV_FLOAT32 ? 4 : 2, level = kv_prefetch_level;
-    vf acc[KV_PANEL][FLOAT_TOKENS];
-    for (int r = 0; r < KV_PANEL; r++)
+    vf acc[KV_QUAD][FLOAT_TOKENS];
+    for (int r = 0; r < KV_QUAD; r++)
         for (int t = 0; t < FLOAT_TOKENS; t++) acc[r][t] = vf_set1(0.0f);
     for (int i = 0; i < padded_dim; i += W) {
         vf key[FLOAT_TOKENS];
@@ -62,12 +62,12 @@ static inline __attribute__((always_inline)) void KV(score_panel)(
 }
 
 /* rows x (vectors x W) output dimensions over count tokens. */
-static inline __attribute__((always_inline)) void KV(value_panel)(
+static inline __attribute__((always_inline)) void KV(value_quad)(
     const char *values, ptrdiff_t row_stride, int count, const float *weights, const int rows, const int vectors,
     const char *ahead, const float *rescale, float *acc, int padded_dim, const int dtype)
 {
     const int itemsize = dtype == KV_FLOAT32 ? 4 : 2, level = kv_prefetch_level;
-    vf sum[KV_PANEL][FLOAT_VECTORS];
+    vf sum[KV_QUAD][FLOAT_VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++)
             sum[r][v] = vf_mul(vf_load(acc + r * padded_dim + v * W), vf_set1(rescale[r]));
@@ -86,13 +86,13 @@ static inline __attribute__((always_inline)) void KV(value_panel)(
         for (int v = 0; v < vectors; v++) vf_store(acc + r * padded_dim + v * W, sum[r][v]);
 }
 
-/* Every number of rows is a panel of its own, so that its accumulators stay in registers. */
-#define KV_EACH_ROWS(rows, panel, ...)        \
+/* Every number of rows is a quad of its own, so that its accumulators stay in registers. */
+#define KV_EACH_ROWS(rows, quad, ...)         \
     switch (rows) {                           \
-    case 1: panel(1, __VA_ARGS__) break;      \
-    case 2: panel(2, __VA_ARGS__) break;      \
-    case 3: panel(3, __VA_ARGS__) break;      \
-    default: panel(4, __VA_ARGS__)            \
+    case 1: quad(1, __VA_ARGS__) break;       \
+    case 2: quad(2, __VA_ARGS__) break;       \
+    case 3: quad(3, __VA_ARGS__) break;       \
+    default: quad(4, __VA_ARGS__)             \
     }
 
 /* The part of a tile that lies in one block: from token *t of the tile on. */
@@ -114,20 +114,20 @@ static inline __attribute__((always_inline)) void KV(scores_floating)(
     const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count, int start,
     const kv_ahead *ahead, float *scores, const int dtype)
 {
-    for (int row = 0; row < num_rows; row += KV_PANEL) {
-        const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
+    for (int row = 0; row < num_rows; row += KV_QUAD) {
+        const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
         const float *q = queries->values + row * side->padded_dim;
         int t = 0;
-#define KV_PANEL_SCORES(R, T)                                                                        \
-    KV(score_panel)(keys + t * side->row_stride, side->row_stride, side->padded_dim, q, R, T, fetch, \
+#define KV_QUAD_SCORES(R, T)                                                                         \
+    KV(score_quad)(keys + t * side->row_stride, side->row_stride, side->padded_dim, q, R, T, fetch, \
                     scores + row * KV_TILE + t, dtype);
         for (; t + FLOAT_TOKENS <= count; t += FLOAT_TOKENS) {
             const char *fetch = kv_prefetch_from(ahead, (start + t) * KV(row_bytes)(side, dtype));
-            KV_EACH_ROWS(rows, KV_PANEL_SCORES, FLOAT_TOKENS)
+            KV_EACH_ROWS(rows, KV_QUAD_SCORES, FLOAT_TOKENS)
         }
         for (; t < count; t++) {
             const char *fetch = kv_prefetch_from(ahead, (start + t) * KV(row_bytes)(side, dtype));
-            KV_EACH_ROWS(rows, KV_PANEL_SCORES, 1)
+            KV_EACH_ROWS(rows, KV_QUAD_SCORES, 1)
         }
     }
 }
@@ -138,19 +138,19 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     const kv_ahead *ahead, const float *rescale, float *acc, const int dtype)
 {
     const int itemsize = dtype == KV_FLOAT32 ? 4 : 2;
-    for (int row = 0; row < num_rows; row += KV_PANEL) {
-        const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
+    for (int row = 0; row < num_rows; row += KV_QUAD) {
+        const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
         int i = 0;
-#define KV_PANEL_VALUES(R, V)                                                                      \
-    KV(value_panel)(values + i * itemsize, side->row_stride, count, weights + row * KV_TILE, R, V, \
+#define KV_QUAD_VALUES(R, V)                                                                       \
+    KV(value_quad)(values + i * itemsize, side->row_stride, count, weights + row * KV_TILE, R, V, \
                     fetch, rescale + row, acc + row * side->padded_dim + i, side->padded_dim, dtype);
         for (; i + FLOAT_VECTORS * W <= side->padded_dim; i += FLOAT_VECTORS * W) {
             const char *fetch = kv_prefetch_from(ahead, start * KV(row_bytes)(side, dtype) + (ptrdiff_t)count * i * itemsize);
-            KV_EACH_ROWS(rows, KV_PANEL_VALUES, FLOAT_VECTORS)
+            KV_EACH_ROWS(rows, KV_QUAD_VALUES, FLOAT_VECTORS)
         }
         for (; i < side->padded_dim; i += W) {
             const char *fetch = kv_prefetch_from(ahead, start * KV(row_bytes)(side, dtype) + (ptrdiff_t)count * i * itemsize);
-            KV_EACH_ROWS(rows, KV_PANEL_VALUES, 1)
+            KV_EACH_ROWS(rows, KV_QUAD_VALUES, 1)
         }
     }
 }
@@ -209,6 +209,6 @@ KV_FLOATING_KERNELS(float16, KV_FLOAT16)
 KV_FLOATING_KERNELS(bfloat16, KV_BFLOAT16)
 
 #undef KV_FLOATING_KERNELS
-#undef KV_PANEL_SCORES
-#undef KV_PANEL_VALUES
+#undef KV_QUAD_SCORES
+#undef KV_QUAD_VALUES
 #undef KV_EACH_ROWS

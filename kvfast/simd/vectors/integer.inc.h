@@ -13,9 +13,9 @@ static inline __attribute__((always_inline)) vf KV(load_scales)(const char *scal
 static inline __attribute__((always_inline)) void KV(dot_lines)(
     const char *base, const ptrdiff_t *block, ptrdiff_t tile_bytes, int lines, const int gather, int block_lines,
     const int dtype, const int8_t *x, const int rows, const int vectors, const char *ahead, const int level,
-    vi out[KV_PANEL][4])
+    vi out[KV_QUAD][4])
 {
-    vacc a[KV_PANEL][4], b[KV_PANEL][4]; /* [rows][vectors]; 4 because KV_FOR4 names them all */
+    vacc a[KV_QUAD][4], b[KV_QUAD][4]; /* [rows][vectors]; 4 because KV_FOR4 names them all */
     KV_FOR4(r, rows, KV_FOR4(v, vectors, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
     do {
         const char *codes = base + *block++;
@@ -40,14 +40,14 @@ static inline __attribute__((always_inline)) void KV(dot_lines)(
                     if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x) }
                     else { KV_MULTIPLY(vcodes_levels, x) }
                     KV_FOR4(v, vectors, stored[v] = vcodes_shift(stored[v]););
-                    if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x + 8 * KV_PANEL) }
-                    else { KV_MULTIPLY(vcodes_levels, x + 8 * KV_PANEL) }
+                    if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x + 8 * KV_QUAD) }
+                    else { KV_MULTIPLY(vcodes_levels, x + 8 * KV_QUAD) }
                 }
 #undef KV_MULTIPLY
             }
             codes += 64;
             ahead += (vectors * W + KV_LANES - 1) / KV_LANES * 64;
-            x += 2 * KV_PANEL * KV_DEPTHS(dtype);
+            x += 2 * KV_QUAD * KV_DEPTHS(dtype);
         }
         lines -= here;
     } while (gather && lines > 0);
@@ -55,9 +55,9 @@ static inline __attribute__((always_inline)) void KV(dot_lines)(
 }
 
 /* The loops are there for each level, because a branch in them competes with the products for ports (bench/bench_attend.py, int4). */
-static inline __attribute__((always_inline)) void KV(dot_panel)(
+static inline __attribute__((always_inline)) void KV(dot_quad)(
     const char *base, const ptrdiff_t *block, ptrdiff_t tile_bytes, int lines, const int gather, int block_lines,
-    const int dtype, const int8_t *x, const int rows, const int vectors, const char *ahead, vi out[KV_PANEL][4])
+    const int dtype, const int8_t *x, const int rows, const int vectors, const char *ahead, vi out[KV_QUAD][4])
 {
 #define KV_LOOP(level) \
     KV(dot_lines)(base, block, tile_bytes, lines, gather, block_lines, dtype, x, rows, vectors, ahead, level, out);
@@ -71,16 +71,16 @@ static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
     return (ptrdiff_t)side->padded_dim * (KV_LANES / 8) * kv_dtypes[dtype].bits;
 }
 
-/* Every (rows, vectors) is a panel of its own, so that its accumulators stay in registers. */
-#define KV_EACH_PANEL(rows, vectors, panel)                              \
+/* Every (rows, vectors) is a quad of its own, so that its accumulators stay in registers. */
+#define KV_EACH_QUAD(rows, vectors, quad)                                \
     switch (rows) {                                                      \
-    case 1: if (vectors > 1) { panel(1, INT_VECTORS) } else { panel(1, 1) } break; \
-    case 2: if (vectors > 1) { panel(2, INT_VECTORS) } else { panel(2, 1) } break; \
-    case 3: if (vectors > 1) { panel(3, INT_VECTORS) } else { panel(3, 1) } break; \
-    default: if (vectors > 1) { panel(4, INT_VECTORS) } else { panel(4, 1) }       \
+    case 1: if (vectors > 1) { quad(1, INT_VECTORS) } else { quad(1, 1) } break; \
+    case 2: if (vectors > 1) { quad(2, INT_VECTORS) } else { quad(2, 1) } break; \
+    case 3: if (vectors > 1) { quad(3, INT_VECTORS) } else { quad(3, 1) } break; \
+    default: if (vectors > 1) { quad(4, INT_VECTORS) } else { quad(4, 1) }         \
     }
 
-/* Reads codes of few bits in place of dot_panel, in tiers that can. */
+/* Reads codes of few bits in place of dot_quad, in tiers that can. */
 #if W >= 8
 #define KV_LOAD_LEVELS \
     const KV(level_tables) levels = KV(load_levels)(KV_FEW_BITS(dtype) ? kv_packed_table(side) : NULL, dtype == KV_INT2 ? 2 : 3);
@@ -93,7 +93,7 @@ static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
 #define KV_DOT_UNITS(...)
 #endif
 
-/* Adds the rounding errors of a panel's activations to its scores, where they matter; see activations.inc.h. The tokens
+/* Adds the rounding errors of a quad's activations to its scores, where they matter; see activations.inc.h. The tokens
    are `lane` to `stop` of a tile, from a slot of the first of `block` on. `rows` are the rows before rounding, with their
    `inverse` and `unit`, and the largest scores so far. `error` times a unit is the largest standard error of such a row. */
 static inline __attribute__((always_inline)) void KV(refine)(
@@ -104,16 +104,16 @@ static inline __attribute__((always_inline)) void KV(refine)(
     const ptrdiff_t n = side->padded_dim;
     const int lines = side->padded_dim / KV_DEPTHS(dtype), units = side->padded_dim / KV_UNIT;
     const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype);
-    const float ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
+    const float ones[KV_QUAD] = {1.0f, 1.0f, 1.0f, 1.0f};
     const int bias = channels ? KV_KEY_ZERO(dtype) : KV_BIAS(dtype);
     typedef struct {
-        KV_ALIGNED float left[KV_PANEL * KV_MAX_HEAD_DIM];
-        KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
+        KV_ALIGNED float left[KV_QUAD * KV_MAX_HEAD_DIM];
+        KV_ALIGNED int8_t parts[KV_QUAD * KV_MAX_HEAD_DIM * 2];
     } rest;
     float *const left = KV_IN(room->again, rest)->left;
     int8_t *const parts = KV_IN(room->again, rest)->parts;
-    float least[KV_PANEL]; /* scores */
-    int32_t sums[KV_PANEL];
+    float least[KV_QUAD]; /* scores */
+    int32_t sums[KV_QUAD];
     kv_key_order order;
     int ready = 0;
     for (int r = 0; r < num_rows; r++) {
@@ -128,7 +128,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
         for (int r = 0; r < num_rows; r++)
             for (int v = 0; v < vectors; v++)
                 above = vf_max(above, vf_sub(vf_load(scores + r * KV_TILE + lane + v * W), vf_set1(least[r])));
-        vf excess[KV_PANEL][4]; /* of an error over the least: above 0 where it matters */
+        vf excess[KV_QUAD][4]; /* of an error over the least: above 0 where it matters */
         if (vf_hmax(above) >= 0.0f) {
             above = vf_set1(-1.0f);
             for (int v = 0; v < vectors; v++) {
@@ -142,18 +142,18 @@ static inline __attribute__((always_inline)) void KV(refine)(
         }
         if (vf_hmax(above) > 0.0f) {
             if (!ready) {
-                memset(left + num_rows * n, 0, (size_t)((KV_PANEL - num_rows) * n) * sizeof(float));
+                memset(left + num_rows * n, 0, (size_t)((KV_QUAD - num_rows) * n) * sizeof(float));
                 KV(leave_rounding)(rows, n, num_rows, n, inverse, left);
-                KV(put_activations)(left, n, KV_PANEL, n, ones, parts, sums, 0);
+                KV(put_activations)(left, n, KV_QUAD, n, ones, parts, sums, 0);
                 if (channels) KV(read_key_order)((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, &order);
                 ready = 1;
             }
-            vi out[KV_PANEL][4];
+            vi out[KV_QUAD][4];
 #define KV_DOT(V)                                                                                                         \
     if (channels)                                                                                                         \
-        KV(dot_keys)(codes + *block, slot % KV_LANES, tile_bytes, units, &order, dtype, parts, KV_PANEL, V, ahead, out);  \
+        KV(dot_keys)(codes + *block, slot % KV_LANES, tile_bytes, units, &order, dtype, parts, KV_QUAD, V, ahead, out);   \
     else                                                                                                                  \
-        KV(dot_panel)(codes + slot % KV_LANES * 4, block, tile_bytes, lines, 0, 0, dtype, parts, KV_PANEL, V, ahead, out);
+        KV(dot_quad)(codes + slot % KV_LANES * 4, block, tile_bytes, lines, 0, 0, dtype, parts, KV_QUAD, V, ahead, out);
             if (vectors > 1) { KV_DOT(INT_VECTORS) } else { KV_DOT(1) }
 #undef KV_DOT
             for (int v = 0; v < vectors; v++) {
@@ -201,11 +201,11 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     KV_LOAD_LEVELS
     kv_key_order orders[KV_TILE / KV_LANES]; /* of the tile's blocks */
     KV(folded) *const folded = KV_IN(queries->room->pass, KV(folded));
-    for (int row = 0; row < num_rows; row += KV_PANEL) {
+    for (int row = 0; row < num_rows; row += KV_QUAD) {
         const int8_t *x = channels ? folded->parts : queries->parts + row * (side->padded_dim * 2);
         const float *scales = channels ? folded->scale : queries->scale + row;
         const int32_t *sums = channels ? folded->sum : queries->sum + row;
-        const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
+        const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
         const ptrdiff_t *block = tile->at;
         const ptrdiff_t *first_block = block;
         int slot = tile->first;
@@ -226,12 +226,12 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * tile_bytes);
             const int left = lanes - lane < side->block_size - slot ? lanes - lane : side->block_size - slot;
             const int vectors = INT_VECTORS * W <= left ? INT_VECTORS : 1;
-#define KV_PANEL_SCORES(R, V)                                                                          \
-    vi out[KV_PANEL][4];                                                                               \
+#define KV_QUAD_SCORES(R, V)                                                                           \
+    vi out[KV_QUAD][4];                                                                                \
     if (channels)                                                                                      \
         KV(dot_keys)(tile->base + *block + at, slot % KV_LANES, tile_bytes, units, order, dtype, x, R, V, fetch, out); \
     else KV_DOT_UNITS(tile->base + at, block, tile_bytes, units, 0, 0, x, R, V)                        \
-        KV(dot_panel)(tile->base + at + slot % KV_LANES * 4, block, tile_bytes, lines, 0, 0, dtype, x, R, V, fetch, out); \
+        KV(dot_quad)(tile->base + at + slot % KV_LANES * 4, block, tile_bytes, lines, 0, 0, dtype, x, R, V, fetch, out); \
     for (int r = 0; r < R; r++)                                                                        \
         for (int v = 0; v < V; v++) {                                                                  \
             vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(sums[r]))), scale = vf_set1(scales[r]);     \
@@ -239,7 +239,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             vf_store(scores + (row + r) * KV_TILE + lane + v * W,                                      \
                      statistics ? vf_fma(dot, scale, vf_set1(folded->shift[r])) : vf_mul(dot, scale));  \
         }
-            KV_EACH_PANEL(rows, vectors, KV_PANEL_SCORES)
+            KV_EACH_QUAD(rows, vectors, KV_QUAD_SCORES)
             lane += vectors * W;
             slot += vectors * W;
             if (counts && (lane == lanes || (channels && slot == side->block_size)))
@@ -275,7 +275,7 @@ static inline __attribute__((always_inline)) KV(values) KV(find_values)(const kv
     return values;
 }
 
-/* Folds the scales of the values into up to KV_PANEL rows of weights. */
+/* Folds the scales of the values into up to KV_QUAD rows of weights. */
 static inline __attribute__((always_inline)) void KV(fold_weights)(
     const KV(values) *values, const float *weights, int rows, float *folded, float *inverse, float *unit, const int dtype)
 {
@@ -293,29 +293,29 @@ static inline __attribute__((always_inline)) void KV(fold_weights)(
     }
 }
 
-/* Adds what the rounding of a panel's weights left out to its sums, in the rows that `refined` marks; see activations.inc.h. */
+/* Adds what the rounding of a quad's weights left out to its sums, in the rows that `refined` marks; see activations.inc.h. */
 static inline __attribute__((always_inline)) void KV(refine_values)(
     const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined, float *acc, kv_room *room,
     const int dtype)
 {
     typedef struct {
-        KV_ALIGNED float folded[KV_PANEL * KV_TILE], left[KV_PANEL * KV_TILE];
-        KV_ALIGNED int8_t parts[KV_PANEL * KV_TILE * 2];
+        KV_ALIGNED float folded[KV_QUAD * KV_TILE], left[KV_QUAD * KV_TILE];
+        KV_ALIGNED int8_t parts[KV_QUAD * KV_TILE * 2];
     } rest;
     const KV(values) values = KV(find_values)(side, tile, dtype);
-    const float ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
+    const float ones[KV_QUAD] = {1.0f, 1.0f, 1.0f, 1.0f};
     float *const folded = KV_IN(room->again, rest)->folded, *const left = KV_IN(room->again, rest)->left;
     int8_t *const parts = KV_IN(room->again, rest)->parts;
-    float inverse[KV_PANEL], unit[KV_PANEL];
-    int32_t sums[KV_PANEL];
+    float inverse[KV_QUAD], unit[KV_QUAD];
+    int32_t sums[KV_QUAD];
     KV(fold_weights)(&values, weights, rows, folded, inverse, unit, dtype);
-    memset(left, 0, KV_PANEL * KV_TILE * sizeof(float));
+    memset(left, 0, KV_QUAD * KV_TILE * sizeof(float));
     KV(leave_carried)(folded, KV_TILE, rows, values.tokens, inverse, left);
-    KV(put_activations)(left, KV_TILE, KV_PANEL, values.tokens, ones, parts, sums, 0);
+    KV(put_activations)(left, KV_TILE, KV_QUAD, values.tokens, ones, parts, sums, 0);
     for (int lane = 0; lane < side->padded_dim; lane += W) {
         const char *codes = values.base + values.first + lane / KV_LANES * values.tile_bytes + lane % KV_LANES * 4;
-        vi out[KV_PANEL][4];
-        KV(dot_panel)(codes, values.blocks, values.tile_bytes, values.lines, 1, values.block_lines, dtype, parts, KV_PANEL, 1,
+        vi out[KV_QUAD][4];
+        KV(dot_quad)(codes, values.blocks, values.tile_bytes, values.lines, 1, values.block_lines, dtype, parts, KV_QUAD, 1,
                       (const char *)parts, out);
         for (int r = 0; r < rows; r++) {
             if (!(refined >> r & 1)) continue;
@@ -337,9 +337,9 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     int8_t parts[KV_ROWS * KV_TILE * 2];
     float scales[KV_ROWS];
     int32_t sums[KV_ROWS];
-    for (int row = 0; row < num_rows; row += KV_PANEL) {
-        const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
-        float folded[KV_PANEL * KV_TILE], inverse[KV_PANEL];
+    for (int row = 0; row < num_rows; row += KV_QUAD) {
+        const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
+        float folded[KV_QUAD * KV_TILE], inverse[KV_QUAD];
         KV(fold_weights)(&values, state->weights + row * KV_TILE, rows, folded, inverse, scales + row, dtype);
         KV(put_activations)(folded, KV_TILE, rows, values.tokens, inverse, parts + row * (KV_TILE * 2), sums + row, 1);
         for (int r = row; r < row + rows; r++) {
@@ -348,18 +348,18 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
         }
     }
     KV_LOAD_LEVELS
-    for (int row = 0; row < num_rows; row += KV_PANEL) {
+    for (int row = 0; row < num_rows; row += KV_QUAD) {
         const int8_t *x = parts + row * (KV_TILE * 2);
-        const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
+        const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
         for (int lane = 0; lane < side->padded_dim;) {
             const char *codes = values.base + values.first + lane / KV_LANES * values.tile_bytes + lane % KV_LANES * 4;
             const char *fetch =
                 kv_prefetch_from(ahead, lane / KV_LANES * ((ptrdiff_t)values.tokens * KV_LANES * kv_dtypes[dtype].bits / 8));
             const int vectors = lane + INT_VECTORS * W <= side->padded_dim ? INT_VECTORS : 1;
-#define KV_PANEL_VALUES(R, V)                                                                         \
-    vi out[KV_PANEL][4];                                                                              \
+#define KV_QUAD_VALUES(R, V)                                                                          \
+    vi out[KV_QUAD][4];                                                                               \
     KV_DOT_UNITS(codes, values.blocks, values.tile_bytes, values.lines / 4, gather, values.block_lines / 4, x, R, V) \
-    KV(dot_panel)(codes, values.blocks, values.tile_bytes, values.lines, gather, values.block_lines, dtype, x, R, V, fetch, out); \
+    KV(dot_quad)(codes, values.blocks, values.tile_bytes, values.lines, gather, values.block_lines, dtype, x, R, V, fetch, out); \
     for (int r = 0; r < R; r++)                                                                       \
         for (int v = 0; v < V; v++) {                                                                 \
             float *target = acc + (row + r) * side->padded_dim + lane + v * W;                        \
@@ -367,7 +367,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
             vf_store(target, vf_fma(dot, vf_set1(scales[row + r]),                                    \
                                     vf_mul(vf_load(target), vf_set1(state->rescale[row + r]))));      \
         }
-            KV_EACH_PANEL(rows, vectors, KV_PANEL_VALUES)
+            KV_EACH_QUAD(rows, vectors, KV_QUAD_VALUES)
             lane += vectors * W;
         }
         if (state->refined >> row)
@@ -425,8 +425,8 @@ KV_INTEGER_KERNELS(gauss4, KV_GAUSS4)
 
 #undef KV_INTEGER_KERNELS
 #undef KV_REFINER
-#undef KV_PANEL_SCORES
+#undef KV_QUAD_SCORES
 #undef KV_DOT_UNITS
 #undef KV_LOAD_LEVELS
-#undef KV_PANEL_VALUES
-#undef KV_EACH_PANEL
+#undef KV_QUAD_VALUES
+#undef KV_EACH_QUAD

@@ -1,13 +1,13 @@
 /* Multiplies keys with channel scales as they are read; see keys.h. */
 
 #if W == 1
-typedef uint32_t KV(words);
+typedef uint32_t KV(dwords);
 #else
-typedef uint32_t KV(words) __attribute__((vector_size(4 * W)));
+typedef uint32_t KV(dwords) __attribute__((vector_size(4 * W)));
 #endif
 
 #if W < 8
-/* Words of nibbles from one of 16 lanes on: the low ones are those of the first 8, the high ones of the others. */
+/* Dwords of nibbles from one of 16 lanes on: the low ones are those of the first 8, the high ones of the others. */
 static inline vcodes KV(load_nibbles)(const char *p, int lane)
 {
     const vcodes nibbles = vcodes_load(p + lane % 8 * 4);
@@ -43,16 +43,16 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
 }
 
 /* Each byte shifted right by `shift`, or left if that is negative, and of it the bits of `mask`. */
-#define KV_BITS(word, shift, mask) (((shift) < 0 ? (word) << -(shift) : (word) >> (shift)) & (uint32_t)(0x01010101 * (mask)))
+#define KV_BITS(dword, shift, mask) (((shift) < 0 ? (dword) << -(shift) : (dword) >> (shift)) & (uint32_t)(0x01010101 * (mask)))
 
-/* Words shifted left by `bits`, which is not constant. */
+/* Dwords shifted left by `bits`, which is not constant. */
 #if W == 16
-#define KV_SHIFTED(word, bits) ((KV(words))_mm512_sllv_epi32((vi)(word), vi_set1((int)(bits))))
+#define KV_SHIFTED(dword, bits) ((KV(dwords))_mm512_sllv_epi32((vi)(dword), vi_set1((int)(bits))))
 #else
-#define KV_SHIFTED(word, bits) ((word) << (bits))
+#define KV_SHIFTED(dword, bits) ((dword) << (bits))
 #endif
 
-/* Calls use(line, codes) for the four lines of unit u: `low` is a word of its first 64 bytes, `high` of INT4 one of the second, of INT3
+/* Calls use(line, codes) for the four lines of unit u: `low` is a dword of its first 64 bytes, `high` of INT4 one of the second, of INT3
    one of the nibbles. */
 #define KV_EACH_KEY_LINE(dtype, order, u, low, high, use)                               \
     do {                                                                                \
@@ -74,22 +74,22 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
    128 * 32639 * 512 = 2 139 029 504 < 2^31, as codes of INT4 less their bias are at least -128. */
 static inline __attribute__((always_inline)) void KV(dot_key_units)(
     const char *unit, int first, ptrdiff_t tile_bytes, int units, const kv_key_order *order, const int dtype, const int8_t *x,
-    const int rows, const int vectors, const char *ahead, const int level, vi out[KV_PANEL][4])
+    const int rows, const int vectors, const char *ahead, const int level, vi out[KV_QUAD][4])
 {
     const int unit_bytes = 32 * kv_dtypes[dtype].bits, tiles = (vectors * W + KV_LANES - 1) / KV_LANES;
-    vacc a[KV_PANEL][4], b[KV_PANEL][4];
+    vacc a[KV_QUAD][4], b[KV_QUAD][4];
     KV_FOR4(r, rows, KV_FOR4(v, vectors, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
     for (size_t u = 0; u < (size_t)units; u++, unit += unit_bytes, ahead += tiles * unit_bytes) {
-        KV(words) low[4], high[4];
+        KV(dwords) low[4], high[4];
         kv_prefetch_lines(ahead, (tiles * unit_bytes + 63) / 64, level);
         KV_FOR4(v, vectors,
             const int lane = v * W % KV_LANES + (vectors * W < KV_LANES ? first : 0);
             const char *at = unit + v * W / KV_LANES * tile_bytes;
-            low[v] = (KV(words))vcodes_load(at + 4 * lane);
-            high[v] = dtype == KV_INT4 ? (KV(words))vcodes_load(at + 64 + 4 * lane) : (KV(words))KV(load_nibbles)(at + 64, lane););
+            low[v] = (KV(dwords))vcodes_load(at + 4 * lane);
+            high[v] = dtype == KV_INT4 ? (KV(dwords))vcodes_load(at + 64 + 4 * lane) : (KV(dwords))KV(load_nibbles)(at + 64, lane););
 #define KV_MULTIPLY(line, codes)                                                                        \
     do {                                                                                                \
-        const int8_t *y = x + (size_t)(line) * (8 * KV_PANEL);                                          \
+        const int8_t *y = x + (size_t)(line) * (8 * KV_QUAD);                                           \
         vwide wide[4];                                                                                  \
         KV_FOR4(v, vectors,                                                                             \
             const vcodes now = (vcodes)(codes);                                                         \
@@ -102,10 +102,10 @@ static inline __attribute__((always_inline)) void KV(dot_key_units)(
     KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = vacc_total(a[r][v], b[r][v]);););
 }
 
-/* The loop is there for each level, as in dot_panel. */
+/* The loop is there for each level, as in dot_quad. */
 static inline __attribute__((always_inline)) void KV(dot_keys)(
     const char *unit, int first, ptrdiff_t tile_bytes, int units, const kv_key_order *order, const int dtype, const int8_t *x,
-    const int rows, const int vectors, const char *ahead, vi out[KV_PANEL][4])
+    const int rows, const int vectors, const char *ahead, vi out[KV_QUAD][4])
 {
 #define KV_LOOP(level) KV(dot_key_units)(unit, first, tile_bytes, units, order, dtype, x, rows, vectors, ahead, level, out);
     KV_EACH_LEVEL(KV_LOOP)

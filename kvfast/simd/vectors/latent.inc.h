@@ -23,7 +23,7 @@ static inline void KV(transpose_square)(const void *lines, void *out)
 #else
     for (int g = 0; g < 4; g++)
         for (int h = 0; h < 4; h++)
-            kv_transpose_dwords((const uint8_t *)lines + 64 * g + 16 * h, (uint8_t *)out + 64 * h + 16 * g);
+            kv_transpose_4x4_bytes((const uint8_t *)lines + 64 * g + 16 * h, (uint8_t *)out + 64 * h + 16 * g);
 #endif
 }
 

@@ -15,30 +15,30 @@ static uint32_t KV(read_bytes)(const char *source, ptrdiff_t n)
     return (uint32_t)vi_hsum(vi_add(vi_add(a, b), vi_add(c, d)));
 }
 
-/* Multiplies `steps` times as a panel of dot_panel does, without its loads of codes; returns the number of multiplications
+/* Multiplies `steps` times as a quad of dot_quad does, without its loads of codes; returns the number of multiplications
    and additions. The operands change from step to step and depend on `sink`, which is 0: otherwise the compiler would
    multiply once or not at all. */
 static double KV(multiply_int8)(ptrdiff_t steps, float *sink)
 {
     enum { CODES = 8 };
-    int8_t x[8 * KV_PANEL];
+    int8_t x[8 * KV_QUAD];
     KV_ALIGNED uint8_t bytes[4 * W];
     vwide codes[CODES];
-    vacc a[KV_PANEL][4], b[KV_PANEL][4];
-    for (int i = 0; i < 8 * KV_PANEL; i++) x[i] = (int8_t)((float)(i + 1) + *sink);
+    vacc a[KV_QUAD][4], b[KV_QUAD][4];
+    for (int i = 0; i < 8 * KV_QUAD; i++) x[i] = (int8_t)((float)(i + 1) + *sink);
     for (int i = 0; i < CODES; i++) {
         for (int j = 0; j < 4 * W; j++) bytes[j] = (uint8_t)((float)(i + j) + *sink);
         codes[i] = vcodes_widen(vcodes_load(bytes));
     }
-    KV_FOR4(r, KV_PANEL, KV_FOR4(v, INT_VECTORS, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
+    KV_FOR4(r, KV_QUAD, KV_FOR4(v, INT_VECTORS, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
     for (ptrdiff_t i = 0; i < steps; i++)
         KV_FOR4(v, INT_VECTORS,
             const vwide now = codes[(size_t)(i + v) % CODES];
-            KV_FOR4(r, KV_PANEL, vacc_dot(a[r][v], b[r][v], now, x + 8 * r);););
+            KV_FOR4(r, KV_QUAD, vacc_dot(a[r][v], b[r][v], now, x + 8 * r);););
     vi total = vi_set1(0);
-    KV_FOR4(r, KV_PANEL, KV_FOR4(v, INT_VECTORS, total = vi_add(total, vacc_total(a[r][v], b[r][v]));););
+    KV_FOR4(r, KV_QUAD, KV_FOR4(v, INT_VECTORS, total = vi_add(total, vacc_total(a[r][v], b[r][v]));););
     *sink = (float)vi_hsum(total);
-    return 2.0 * (double)steps * (KV_PANEL * INT_VECTORS * W * INT_PRODUCTS);
+    return 2.0 * (double)steps * (KV_QUAD * INT_VECTORS * W * INT_PRODUCTS);
 }
 
 /* The same for float32. Each sum is a factor of the next one, for the same reason; from different starts all of them
@@ -46,11 +46,11 @@ static double KV(multiply_int8)(ptrdiff_t steps, float *sink)
 static double KV(multiply_float32)(ptrdiff_t steps, float *sink)
 {
     const vf half = vf_set1(0.5f), one = vf_set1(1.0f);
-    vf a[KV_PANEL][4];
-    KV_FOR4(r, KV_PANEL, KV_FOR4(v, 3, a[r][v] = vf_set1((float)(3 * r + v) + *sink););); /* 12: what hides the latency, and fits */
-    for (ptrdiff_t i = 0; i < steps; i++) KV_FOR4(r, KV_PANEL, KV_FOR4(v, 3, a[r][v] = vf_fma(a[r][v], half, one);););
+    vf a[KV_QUAD][4];
+    KV_FOR4(r, KV_QUAD, KV_FOR4(v, 3, a[r][v] = vf_set1((float)(3 * r + v) + *sink););); /* 12: what hides the latency, and fits */
+    for (ptrdiff_t i = 0; i < steps; i++) KV_FOR4(r, KV_QUAD, KV_FOR4(v, 3, a[r][v] = vf_fma(a[r][v], half, one);););
     vf total = vf_set1(0.0f);
-    KV_FOR4(r, KV_PANEL, KV_FOR4(v, 3, total = vf_add(total, a[r][v]);););
+    KV_FOR4(r, KV_QUAD, KV_FOR4(v, 3, total = vf_add(total, a[r][v]);););
     *sink = vf_hsum(total);
-    return 2.0 * (double)steps * (KV_PANEL * 3 * W);
+    return 2.0 * (double)steps * (KV_QUAD * 3 * W);
 }

@@ -5,12 +5,12 @@ from kvfast.storage.batches.paged_sequences cimport PagedSequences
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 
 
-cdef class PagedBuffer(PagedSequences):
+cdef class PagedBatches(PagedSequences):
     cdef int _check_external(self) except -1
     cdef int _check_no_sequences(self, slot) except -1
     cdef int _become_external(self) except -1
     cdef int _check_owned(self, PreparedBatch batch) except -1
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
-    cdef int _check_batch(self, list buffers, object block_table, object seq_lens) except -1
-    cdef Plan _plan(self, Py_ssize_t number, Request request, list buffers, object block_table, object seq_lens, object cu_seqlens_q,
+    cdef int _check_batch(self, list storages, object block_table, object seq_lens) except -1
+    cdef Plan _plan(self, Py_ssize_t number, Request request, list storages, object block_table, object seq_lens, object cu_seqlens_q,
                     bint cascade)

@@ -11,7 +11,7 @@ from kvfast.attention.request cimport Request, imagined_rows, open_request
 from kvfast.attention.run cimport explain_plan, run_plan
 from kvfast.attention.spans cimport floats_from
 from kvfast.attention.workspace cimport MEMBERS
-from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_pair
@@ -22,7 +22,7 @@ from kvfast.storage.batches.paged_sequences cimport PagedSequences, check_all_op
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch, checked_starts, prepare
 from kvfast.storage.memory.buffer_layers cimport clean_slots
 from kvfast.storage.sequences.segments cimport ask_spliced, plan_spliced
-from kvfast.storage.sequences.sequence cimport SequenceBuffer, check_held, fit_window
+from kvfast.storage.sequences.sequence cimport SequenceStorage, check_held, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 
@@ -41,7 +41,7 @@ cdef int _check_list(object given, str name, Py_ssize_t count) except -1:
     return 0
 
 
-cdef class PagedBuffer(PagedSequences):
+cdef class PagedBatches(PagedSequences):
     def prepare(self, block_table, seq_lens, cu_seqlens_q, slot_mapping, Py_ssize_t max_num_seqs):
         """A PreparedBatch for the tables and slots of another scheduler."""
         cdef PreparedBatch batch
@@ -157,7 +157,7 @@ cdef class PagedBuffer(PagedSequences):
         return q
 
     def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Transform transform, bint zero_nonfinite):
-        cdef kv_store *store = self.pool.stores + layer
+        cdef kv_layout *layout = self.pool.layouts + layer
         cdef const kv_rotary *rotary
         cdef int64_t[::1] slots, counts
         cdef list tables
@@ -165,18 +165,18 @@ cdef class PagedBuffer(PagedSequences):
         cdef Py_ssize_t i
         self.pool.enter()
         try:
-            check_rows(store, keys, values)
+            check_rows(layout, keys, values)
             if zero_nonfinite:
-                keys, values = storable(store, keys, values)
+                keys, values = storable(layout, keys, values)
             slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens)
             tables, counts = list(gains), np.array(list(gains.values()), np.int64)  # before the write, after which nothing must fail
             rotary = NULL if transform is None else &transform.c
             if foreign:
                 # No length hides what a refused call has written to the slots of another scheduler.
-                check_storable(store, keys, values, rotary, &slots[0])
+                check_storable(layout, keys, values, rotary, &slots[0])
                 if self.pool.layers is not None:
-                    clean_slots(store, &slots[0], slots.shape[0])
-            write_rows(store, keys, values, rotary, &slots[0], False, not foreign)
+                    clean_slots(layout, &slots[0], slots.shape[0])
+            write_rows(layout, keys, values, rotary, &slots[0], False, not foreign)
             if foreign:
                 self._become_external()
             for i in range(counts.shape[0]):
@@ -185,46 +185,46 @@ cdef class PagedBuffer(PagedSequences):
         finally:
             self.pool.leave()
 
-    def attend_batch(self, layer, q, list buffers, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade,
+    def attend_batch(self, layer, q, list storages, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade,
                      rope_q=None):
-        """Attention of a ragged batch: over the buffers of sequences, or over the block tables of another scheduler."""
+        """Attention of a ragged batch: over the storages of sequences, or over the block tables of another scheduler."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
         cdef Request request
         self.pool.enter_reading()
         try:
-            self._check_batch(buffers, block_table, seq_lens)
-            request = open_request(&self.pool.stores[number], q, options, None, rope_q)
-            return run_plan(request, self._plan(number, request, buffers, block_table, seq_lens, cu_seqlens_q, cascade))
+            self._check_batch(storages, block_table, seq_lens)
+            request = open_request(&self.pool.layouts[number], q, options, None, rope_q)
+            return run_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q, cascade))
         finally:
             self.pool.leave_reading()
 
-    def explain_batch(self, layer, q, num_q_heads, dtype, list buffers, block_table, seq_lens, cu_seqlens_q, Options options,
+    def explain_batch(self, layer, q, num_q_heads, dtype, list storages, block_table, seq_lens, cu_seqlens_q, Options options,
                       bint cascade):
         """The AttendPlan of `attend_batch` for an array, a shape, or a number of tokens."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
-        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.stores[number])
+        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.layouts[number])
         cdef Request request
         self.pool.enter_reading()
         try:
-            self._check_batch(buffers, block_table, seq_lens)
-            request = open_request(&self.pool.stores[number], rows, options)
-            return explain_plan(request, self._plan(number, request, buffers, block_table, seq_lens, cu_seqlens_q, cascade),
+            self._check_batch(storages, block_table, seq_lens)
+            request = open_request(&self.pool.layouts[number], rows, options)
+            return explain_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q, cascade),
                                 str(self.pool.formats[number]))
         finally:
             self.pool.leave_reading()
 
-    cdef int _check_batch(self, list buffers, object block_table, object seq_lens) except -1:
+    cdef int _check_batch(self, list storages, object block_table, object seq_lens) except -1:
         """Check that there are sequences, and that they are open."""
-        if buffers is not None:
-            check_all_open([(<SequenceBuffer>buffer).tables[0] for buffer in buffers])
+        if storages is not None:
+            check_all_open([(<SequenceStorage>storage).tables[0] for storage in storages])
         elif type(block_table) is PreparedBatch:
             (<PreparedBatch>block_table).check(self.pool)
             return 0
-        if not len(seq_lens if buffers is None else buffers):
+        if not len(seq_lens if storages is None else storages):
             raise ValueError("a batch must hold at least one sequence")
         return 0
 
-    cdef Plan _plan(self, Py_ssize_t number, Request request, list buffers, object block_table, object seq_lens, object cu_seqlens_q,
+    cdef Plan _plan(self, Py_ssize_t number, Request request, list storages, object block_table, object seq_lens, object cu_seqlens_q,
                     bint cascade):
         """What a request reads of a layer, for all sequences of a batch."""
         cdef Py_ssize_t i, count, first, size = self.pool.block_size
@@ -235,9 +235,9 @@ cdef class PagedBuffer(PagedSequences):
         cdef PreparedBatch batch = None
         cdef const int32_t[::1] starts
         cdef list prefixes = None, tables = None, spliced = []
-        cdef SequenceBuffer buffer
-        if buffers is not None:
-            tables = [(<SequenceBuffer>buffer).tables[0] for buffer in buffers]
+        cdef SequenceStorage storage
+        if storages is not None:
+            tables = [(<SequenceStorage>storage).tables[0] for storage in storages]
             count = len(tables)
         elif type(block_table) is PreparedBatch:
             batch = block_table
@@ -247,7 +247,7 @@ cdef class PagedBuffer(PagedSequences):
         _check_list(request.spans, "spans", count)
         _check_list(request.parents, "parents", count)
         fit_window(self.kind, &request.c)
-        plan = open_plan(request, &self.pool.stores[number], self.pool.workspace, count)
+        plan = open_plan(request, &self.pool.layouts[number], self.pool.workspace, count)
         if batch is None:
             starts = checked_starts(cu_seqlens_q, count, request.c.q.tokens)
         elif batch.num_tokens != request.c.q.tokens:
@@ -262,13 +262,13 @@ cdef class PagedBuffer(PagedSequences):
             self._check_owned(batch)
             prefixes = batch.prefixes
         for i in range(count if tables is not None else 0):
-            buffer = buffers[i]
-            if buffer.segments is not None:
-                table = buffer.tables[0]
-                if starts[i + 1] - starts[i] > table.lengths[number] + buffer.base:
-                    raise ValueError(f"sequence {i} of the batch holds {table.lengths[number] + buffer.base} tokens, and q "
+            storage = storages[i]
+            if storage.segments is not None:
+                table = storage.tables[0]
+                if starts[i + 1] - starts[i] > table.lengths[number] + storage.base:
+                    raise ValueError(f"sequence {i} of the batch holds {table.lengths[number] + storage.base} tokens, and q "
                                      f"{starts[i + 1] - starts[i]} of them")
-                spliced.append(buffer.reader(number, table, number, starts[i], starts[i + 1] - starts[i]))
+                spliced.append(storage.reader(number, table, number, starts[i], starts[i + 1] - starts[i]))
         if spliced:
             if request.spans is not None:
                 raise ValueError("spans are not for a spliced sequence, whose tokens come from several texts")
@@ -288,7 +288,7 @@ cdef class PagedBuffer(PagedSequences):
                 table.context(number, &member.context)
                 plan.uncounted += table.lengths[number] - table.length
                 member.first_query, member.num_queries = starts[i], starts[i + 1] - starts[i]
-                if (<SequenceBuffer>buffers[i]).segments is not None:
+                if (<SequenceStorage>storages[i]).segments is not None:
                     member.num_queries = 0  # see `ask_spliced`
                     continue
                 if member.num_queries > member.context.length:
@@ -296,7 +296,7 @@ cdef class PagedBuffer(PagedSequences):
                                      f"{member.num_queries} of them")
                 if member.num_queries <= MAX_SHARED_QUERIES:
                     first = member.context.length - member.num_queries
-                    member.shareable = min(first, floats_from(plan.given.store, &member.context, first)) // size
+                    member.shareable = min(first, floats_from(plan.given.layout, &member.context, first)) // size
             if request.spans is not None:
                 plan.use_spans(request.spans[i], f"spans[{i}]", member.context.length)
             if request.parents is not None:
@@ -305,7 +305,7 @@ cdef class PagedBuffer(PagedSequences):
             if tables is not None and member.num_queries:
                 check_held(table, plan, member.first_query)
 
-        if plan.given.store.latent and plan.call.group % KV_ROWS == 0:
+        if plan.given.layout.latent and plan.call.group % KV_ROWS == 0:
             cascade = False  # each query has whole passes of its own: to read together would save only bytes, and there are few
         if cascade and request.c.window == 0 and request.c.chunk == 0 and count > 1:
             if prefixes is None:

@@ -65,7 +65,7 @@ cdef class SchedulerBlocks:
         self._check_read(batch, ends)
         for block, index, first, end in writes:
             needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, 0 if self.state[block] == CODES else first, end)
-        if needed:  # those that stay lie in a chunk apart from those of prompts, which are soon released
+        if needed:  # those that stay lie in a slab apart from those of prompts, which are soon released
             self.pool.floats.pieces.ensure(min(needed, batch.num_sequences * (2 * self.pool.floats.per_block + 2)))
             self.pool.floats.pieces.ensure(needed)
         self._seal_full(batch, ends)

@@ -4,7 +4,7 @@ A block spans all layers. Owners take blocks, retain those that they share, and 
 """
 from libc.stdint cimport int32_t, uint8_t
 
-from kvfast.codec.blocks cimport Arena, kv_store
+from kvfast.codec.blocks cimport Arena, kv_layout
 
 
 cdef class BlockMemory:
@@ -18,19 +18,19 @@ cdef class BlockMemory:
     cdef readonly Py_ssize_t num_gaps
     cdef tuple settings                # the arguments of the constructor
     cdef readonly list formats         # KVFormat of each layer
-    cdef list bases                    # what the `bases` of the stores point into
-    cdef readonly Py_ssize_t first_blocks  # blocks of the first chunk, or of the first two
-    cdef Py_ssize_t start_blocks           # blocks of the first chunk for whoever needs no more; `first_blocks` come with the second
+    cdef list bases                    # what the `bases` of the layouts point into
+    cdef readonly Py_ssize_t first_blocks  # blocks of the first slab, or of the first two
+    cdef Py_ssize_t start_blocks           # blocks of the first slab for whoever needs no more; `first_blocks` come with the second
     cdef readonly bint secure          # wipe blocks when they are released
     cdef char *zeros                   # if secure, zeros as large as the largest side of a block
     cdef bint grows
     cdef bint is_shared
-    cdef kv_store *stores              # (num_layers,)
-    cdef uint8_t *chunk_of             # as in kv_store
-    cdef list arenas                   # Arena of each chunk, perhaps followed by None
+    cdef kv_layout *layouts            # (num_layers,)
+    cdef uint8_t *slab_of              # as in kv_layout
+    cdef list arenas                   # Arena of each slab, perhaps followed by None
     cdef list layers                   # Arena of each layer, if the memory is a caller's, else None
-    cdef list sizes                    # bytes of each chunk, perhaps followed by 0
-    cdef Py_ssize_t num_chunks
+    cdef list sizes                    # bytes of each slab, perhaps followed by 0
+    cdef Py_ssize_t num_slabs
     cdef int32_t *owners               # (num_blocks,) number of owners
     cdef int32_t *next_free            # (num_blocks + 1,) ring of free blocks: entry 0 is its head, entry b + 1 block b;
     cdef int32_t *prev_free            # -1 for a block that is not in the ring
@@ -55,7 +55,7 @@ cdef class BlockMemory:
     cdef void _insert(self, int32_t block, int32_t behind) noexcept
     cdef void _remove(self, int32_t block) noexcept
     cdef int _grow_tables(self, Py_ssize_t total) except -1
-    cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=*, object offsets=*) except -1
+    cdef int _add_slab(self, Py_ssize_t blocks, Arena arena=*, object offsets=*) except -1
     cdef int _use_layers(self, list layers, list strides) except -1
 
 

@@ -6,10 +6,10 @@ from libc.stdint cimport int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset
 
-from kvfast.codec.blocks cimport Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store, set_bases, v_block_at
+from kvfast.codec.blocks cimport Arena, arena_over, init_sides, k_block_at, kv_slab, kv_layout, set_bases, v_block_at
 from kvfast.core.checks cimport check_count
 from kvfast.core.kernels cimport active, kv_kernels
-from kvfast.core.limits cimport (KV_CHUNK_BLOCKS, KV_CHUNK_SHIFT, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_LAYERS, KV_MAX_ROPE_DIM,
+from kvfast.core.limits cimport (KV_SLAB_BLOCKS, KV_SLAB_SHIFT, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_LAYERS, KV_MAX_ROPE_DIM,
                                  KV_MAX_TOKENS, KV_UNLIMITED)
 from kvfast.core.wipe cimport kv_wipe
 
@@ -24,12 +24,12 @@ cdef object _stride(object nbytes):
 
 cdef enum:
     GROUP_BLOCKS = 16          # free blocks in a row that a new sequence of a shared pool looks for
-    MAX_CHUNKS = 255
+    MAX_SLABS = 255
     START_BYTES = 4096
 
 
 cdef class BlockMemory:
-    """Blocks of `num_layers` layers in chunks of memory. In a chunk, all blocks of one KV head lie together.
+    """Blocks of `num_layers` layers in slabs of memory. In a slab, all blocks of one KV head lie together.
 
     Call `ensure(count)` before `take`. With `is_shared`, several sequences take blocks, and the blocks of each are kept
     together as well as possible. Otherwise the lowest free block is taken next, and blocks are added when all have owners.
@@ -41,7 +41,7 @@ cdef class BlockMemory:
         rows of width `head_dim` and their rotary part. If `secure`, blocks are wiped when they are released. `v_head_dim`: width
         of values, if it differs from that of keys. `buffer`: see `BlockPool`."""
         cdef Py_ssize_t i, largest = 1
-        cdef kv_store *store
+        cdef kv_layout *layout
         self.num_layers = check_count(num_layers, "num_layers", 1, KV_MAX_LAYERS)
         self.num_kv_heads = check_count(num_kv_heads, "num_kv_heads", 1, KV_MAX_KV_HEADS)
         self.head_dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
@@ -54,18 +54,18 @@ cdef class BlockMemory:
             self.rope_dim = check_count(rope_dim, "rope_dim", 0, KV_MAX_ROPE_DIM)
         self.grows, self.is_shared, self.secure = grows, is_shared, secure
         self.bases = []
-        self.stores = <kv_store *>calloc(self.num_layers, sizeof(kv_store))
-        if self.stores == NULL:
+        self.layouts = <kv_layout *>calloc(self.num_layers, sizeof(kv_layout))
+        if self.layouts == NULL:
             raise MemoryError("cannot allocate the layers of a cache")
         for i in range(self.num_layers):
-            store = self.stores + i
-            store.num_kv_heads, store.secure = <int>self.num_kv_heads, secure
-            store.block_shift = <int>((<object>block_size).bit_length() - 1)
+            layout = self.layouts + i
+            layout.num_kv_heads, layout.secure = <int>self.num_kv_heads, secure
+            layout.block_shift = <int>((<object>block_size).bit_length() - 1)
             if formats[i] is not None:
-                init_sides(store, formats[i], <int>self.head_dim, <int>self.v_head_dim, block_size, self.rope_dim)
-                largest = max(largest, store.k.bytes, store.v.bytes)
+                init_sides(layout, formats[i], <int>self.head_dim, <int>self.v_head_dim, block_size, self.rope_dim)
+                largest = max(largest, layout.k.bytes, layout.v.bytes)
                 if formats[i].calibration is not None:
-                    self.bases.append(set_bases(store, formats[i].calibration))
+                    self.bases.append(set_bases(layout, formats[i].calibration))
         if secure:
             self.zeros = <char *>calloc(largest, 1)
             if self.zeros == NULL:
@@ -75,45 +75,45 @@ cdef class BlockMemory:
 
     def __dealloc__(self):
         cdef Py_ssize_t i
-        if self.stores != NULL:
+        if self.layouts != NULL:
             for i in range(self.num_layers):
-                free(self.stores[i].chunks)
-        free(self.stores)
-        free(self.chunk_of)
+                free(self.layouts[i].slabs)
+        free(self.layouts)
+        free(self.slab_of)
         free(self.owners)
         free(self.next_free)
         free(self.prev_free)
         free(self.zeros)
 
-    cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=None, object offsets=None) except -1:
+    cdef int _add_slab(self, Py_ssize_t blocks, Arena arena=None, object offsets=None) except -1:
         """Add blocks at the end. If it fails, nothing has changed.
 
         With an arena, its bytes become the blocks. `offsets` has for each layer and side the byte where the blocks of the
         first head start, and the bytes from head to head.
         """
-        cdef Py_ssize_t i, count = self.num_chunks, first, total
-        cdef kv_store *store
-        cdef kv_chunk *chunk
-        first = (self.num_blocks + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS
+        cdef Py_ssize_t i, count = self.num_slabs, first, total
+        cdef kv_layout *layout
+        cdef kv_slab *slab
+        first = (self.num_blocks + KV_SLAB_BLOCKS - 1) // KV_SLAB_BLOCKS * KV_SLAB_BLOCKS
         total = first + blocks
-        if total > 0x7FFFFFF0 or count == MAX_CHUNKS:
+        if total > 0x7FFFFFF0 or count == MAX_SLABS:
             raise MemoryError(f"a cache of {total:,} blocks is beyond what kvfast can count")
         nbytes = 0
         for i in range(self.num_layers):
-            store = self.stores + i
-            store.chunks = <kv_chunk *>grown(store.chunks, (count + 1) * sizeof(kv_chunk))
-            k_stride, v_stride = _stride(int(store.k.bytes) * blocks), _stride(int(store.v.bytes) * blocks)
+            layout = self.layouts + i
+            layout.slabs = <kv_slab *>grown(layout.slabs, (count + 1) * sizeof(kv_slab))
+            k_stride, v_stride = _stride(int(layout.k.bytes) * blocks), _stride(int(layout.v.bytes) * blocks)
             end = nbytes + int(self.num_kv_heads) * (k_stride + v_stride)
             if end > KV_UNLIMITED:
                 raise MemoryError(f"a cache of more than {end:,} bytes is beyond the address space")
-            chunk = store.chunks + count
-            chunk.first = <int32_t>first
-            chunk.k_head_stride, chunk.v_head_stride = k_stride, v_stride
-            chunk.k_block_stride, chunk.v_block_stride = store.k.bytes, store.v.bytes
-            chunk.k = nbytes
-            chunk.v = nbytes + self.num_kv_heads * chunk.k_head_stride
+            slab = layout.slabs + count
+            slab.first = <int32_t>first
+            slab.k_head_stride, slab.v_head_stride = k_stride, v_stride
+            slab.k_block_stride, slab.v_block_stride = layout.k.bytes, layout.v.bytes
+            slab.k = nbytes
+            slab.v = nbytes + self.num_kv_heads * slab.k_head_stride
             if offsets is not None:
-                (chunk.k, chunk.k_head_stride), (chunk.v, chunk.v_head_stride) = offsets[i]
+                (slab.k, slab.k_head_stride), (slab.v, slab.v_head_stride) = offsets[i]
             nbytes = end
         if arena is None:
             arena = Arena(nbytes, self.secure)
@@ -123,17 +123,17 @@ cdef class BlockMemory:
         if len(self.arenas) == count:
             self.arenas.append(None)
         self.arenas[count], self.sizes[count] = arena, nbytes
-        self.num_chunks += 1
-        for i in range(first // KV_CHUNK_BLOCKS, (total + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS):
-            self.chunk_of[i] = <uint8_t>count
+        self.num_slabs += 1
+        for i in range(first // KV_SLAB_BLOCKS, (total + KV_SLAB_BLOCKS - 1) // KV_SLAB_BLOCKS):
+            self.slab_of[i] = <uint8_t>count
         for i in range(self.num_layers):
-            store = self.stores + i
+            layout = self.layouts + i
             if count == 0:
-                store.base = arena.data
-            chunk = store.chunks + count
-            chunk.k += <intptr_t>arena.data - <intptr_t>store.base
-            chunk.v += <intptr_t>arena.data - <intptr_t>store.base
-            store.chunk_of = self.chunk_of if count else NULL
+                layout.base = arena.data
+            slab = layout.slabs + count
+            slab.k += <intptr_t>arena.data - <intptr_t>layout.base
+            slab.v += <intptr_t>arena.data - <intptr_t>layout.base
+            layout.slab_of = self.slab_of if count else NULL
         if count == 0:
             self.next_free[0] = self.prev_free[0] = 0
         for i in range(self.num_blocks, first):
@@ -150,30 +150,30 @@ cdef class BlockMemory:
         """Let all blocks, where there are none yet, lie in an Arena per layer, the layer's stride apart. In a block they lie
         head after head, keys before values."""
         cdef Py_ssize_t i
-        cdef kv_store *store
-        cdef kv_chunk *chunk
+        cdef kv_layout *layout
+        cdef kv_slab *slab
         cdef list offsets = []
         for i in range(self.num_layers):
-            store = self.stores + i
-            offsets.append(((0, store.k.bytes + store.v.bytes), (store.k.bytes, store.k.bytes + store.v.bytes)))
-        self._add_chunk(self.first_blocks, layers[0], offsets)
+            layout = self.layouts + i
+            offsets.append(((0, layout.k.bytes + layout.v.bytes), (layout.k.bytes, layout.k.bytes + layout.v.bytes)))
+        self._add_slab(self.first_blocks, layers[0], offsets)
         for i in range(self.num_layers):
-            store, chunk = self.stores + i, self.stores[i].chunks
-            store.base = (<Arena>layers[i]).data
-            chunk.k_block_stride = chunk.v_block_stride = strides[i]
+            layout, slab = self.layouts + i, self.layouts[i].slabs
+            layout.base = (<Arena>layers[i]).data
+            slab.k_block_stride = slab.v_block_stride = strides[i]
         self.layers, self.sizes[0] = layers, self.block_bytes * self.num_blocks
         return 0
 
     cdef int _grow_tables(self, Py_ssize_t total) except -1:
-        """Make the tables large enough for `total` blocks. If it fails, some have grown and moved; the stores point to them."""
+        """Make the tables large enough for `total` blocks. If it fails, some have grown and moved; the layouts point to them."""
         cdef Py_ssize_t i
         self.owners = <int32_t *>grown(self.owners, total * sizeof(int32_t))
         self.next_free = <int32_t *>grown(self.next_free, (total + 1) * sizeof(int32_t))
         self.prev_free = <int32_t *>grown(self.prev_free, (total + 1) * sizeof(int32_t))
-        self.chunk_of = <uint8_t *>grown(self.chunk_of, (total + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS)
+        self.slab_of = <uint8_t *>grown(self.slab_of, (total + KV_SLAB_BLOCKS - 1) // KV_SLAB_BLOCKS)
         for i in range(self.num_layers):
-            if self.stores[i].chunk_of != NULL:
-                self.stores[i].chunk_of = self.chunk_of
+            if self.layouts[i].slab_of != NULL:
+                self.layouts[i].slab_of = self.slab_of
         return 0
 
     cdef void _insert(self, int32_t block, int32_t behind) noexcept:
@@ -202,18 +202,18 @@ cdef class BlockMemory:
             elif held + more <= self.first_blocks:
                 more = self.first_blocks - held
             else:
-                # Grow by half: this makes few chunks, as reading is slower across their borders. A pool with all the blocks that
+                # Grow by half: this makes few slabs, as reading is slower across their borders. A pool with all the blocks that
                 # its sequence can need grows only because snapshots keep blocks from being overwritten.
                 more = max(more, self.num_blocks // (2 if self.grows else 16))
-                more = (more + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS
-            self._add_chunk(more)
+                more = (more + KV_SLAB_BLOCKS - 1) // KV_SLAB_BLOCKS * KV_SLAB_BLOCKS
+            self._add_slab(more)
         elif self.available() < num_blocks:
             raise CacheFullError(f"{num_blocks} blocks of {self.block_size} tokens are needed, and "
                                  f"{self.available()} of {self.num_blocks} are free", num_blocks, self.available())
         return 0
 
     cdef int ensure_apart(self, Py_ssize_t num_blocks) except -1:
-        """`ensure`, with `first_blocks` in chunks of their own, however many blocks a prompt needs: `trim` frees the last chunks."""
+        """`ensure`, with `first_blocks` in slabs of their own, however many blocks a prompt needs: `trim` frees the last slabs."""
         cdef Py_ssize_t missing = self.first_blocks - (self.num_blocks - self.num_gaps)
         if self.grows and 0 < missing < num_blocks - self.num_free:
             self.ensure(self.num_free + missing)
@@ -223,7 +223,7 @@ cdef class BlockMemory:
         """Begin with few blocks: with one, or as many as take 4 KiB of a side of a layer."""
         cdef Py_ssize_t i, largest = 1
         for i in range(self.num_layers):
-            largest = max(largest, max(self.stores[i].k.bytes, self.stores[i].v.bytes) * self.num_kv_heads)
+            largest = max(largest, max(self.layouts[i].k.bytes, self.layouts[i].v.bytes) * self.num_kv_heads)
         self.start_blocks = max(<Py_ssize_t>1, START_BYTES // largest)
 
     cdef int32_t take(self, int32_t after) except -1:
@@ -238,8 +238,8 @@ cdef class BlockMemory:
         return block
 
     cdef bint has_room_below(self, int32_t block) noexcept:
-        """Whether a chunk before that of a block has a free block. It is taken next, as this memory is not shared."""
-        return self.num_free > 0 and self.chunk_of[(self.next_free[0] - 1) >> KV_CHUNK_SHIFT] < self.chunk_of[block >> KV_CHUNK_SHIFT]
+        """Whether a slab before that of a block has a free block. It is taken next, as this memory is not shared."""
+        return self.num_free > 0 and self.slab_of[(self.next_free[0] - 1) >> KV_SLAB_SHIFT] < self.slab_of[block >> KV_SLAB_SHIFT]
 
     cdef int32_t _free_group(self) noexcept:
         """First of GROUP_BLOCKS free blocks in a row, or -1."""
@@ -278,64 +278,64 @@ cdef class BlockMemory:
     cdef void wipe_block(self, int32_t block) noexcept:
         """Overwrite a whole block."""
         cdef Py_ssize_t i, h
-        cdef kv_store *store
+        cdef kv_layout *layout
         for i in range(self.num_layers):
-            store = self.stores + i
+            layout = self.layouts + i
             for h in range(self.num_kv_heads):
-                kv_wipe(k_block_at(store, block, h), store.k.bytes)
-                kv_wipe(v_block_at(store, block, h), store.v.bytes)
+                kv_wipe(k_block_at(layout, block, h), layout.k.bytes)
+                kv_wipe(v_block_at(layout, block, h), layout.v.bytes)
 
     cdef void zero_block(self, int32_t block) noexcept:
         cdef Py_ssize_t i, h
         for i in range(self.num_layers):
             for h in range(self.num_kv_heads):
-                memset(k_block_at(self.stores + i, block, h), 0, self.stores[i].k.bytes)
-                memset(v_block_at(self.stores + i, block, h), 0, self.stores[i].v.bytes)
+                memset(k_block_at(self.layouts + i, block, h), 0, self.layouts[i].k.bytes)
+                memset(v_block_at(self.layouts + i, block, h), 0, self.layouts[i].v.bytes)
 
     cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept:
         """Overwrite a layer's tokens of a block at the offsets first to last."""
-        cdef kv_store *store = self.stores + layer
+        cdef kv_layout *layout = self.layouts + layer
         cdef const kv_kernels *kernels = active()
         cdef Py_ssize_t offset, h
         for offset in range(first, last):
             for h in range(self.num_kv_heads):
-                kernels.copy_token(&store.k, self.zeros, 0, &store.k, k_block_at(store, block, h), <int>offset, False)
-                kernels.copy_token(&store.v, self.zeros, 0, &store.v, v_block_at(store, block, h), <int>offset, True)
+                kernels.copy_token(&layout.k, self.zeros, 0, &layout.k, k_block_at(layout, block, h), <int>offset, False)
+                kernels.copy_token(&layout.v, self.zeros, 0, &layout.v, v_block_at(layout, block, h), <int>offset, True)
 
     cdef void copy(self, int32_t source, int32_t target) noexcept:
         """Copy a whole block."""
         cdef Py_ssize_t i, h
-        cdef kv_store *store
+        cdef kv_layout *layout
         for i in range(self.num_layers):
-            store = self.stores + i
+            layout = self.layouts + i
             for h in range(self.num_kv_heads):
-                memcpy(k_block_at(store, target, h), k_block_at(store, source, h), store.k.bytes)
-                memcpy(v_block_at(store, target, h), v_block_at(store, source, h), store.v.bytes)
+                memcpy(k_block_at(layout, target, h), k_block_at(layout, source, h), layout.k.bytes)
+                memcpy(v_block_at(layout, target, h), v_block_at(layout, source, h), layout.v.bytes)
 
     def map(self, memory, Py_ssize_t num_blocks, offsets):
-        """Use bytes of `memory` as the first blocks of a memory without blocks; see `_add_chunk`."""
-        self._add_chunk(num_blocks, arena_over(memory), offsets)
+        """Use bytes of `memory` as the first blocks of a memory without blocks; see `_add_slab`."""
+        self._add_slab(num_blocks, arena_over(memory), offsets)
 
     def bytes_of_head(self, Py_ssize_t layer, int32_t first, Py_ssize_t count, Py_ssize_t head, bint values):
         """Bytes of `count` blocks in a row: a writable view, uint8 of shape (count, bytes of a block)."""
-        cdef kv_store *store = self.stores + layer
-        cdef const kv_chunk *chunk
-        cdef Py_ssize_t nbytes = store.v.bytes if values else store.k.bytes
+        cdef kv_layout *layout = self.layouts + layer
+        cdef const kv_slab *slab
+        cdef Py_ssize_t nbytes = layout.v.bytes if values else layout.k.bytes
         cdef Arena arena
         cdef char *start
         if count == 0:
             return np.empty((0, nbytes), np.uint8)
-        chunk = store.chunks + self.chunk_of[first >> KV_CHUNK_SHIFT]
-        arena = self.arenas[self.chunk_of[first >> KV_CHUNK_SHIFT]] if self.layers is None else self.layers[layer]
-        start = v_block_at(store, first, head) if values else k_block_at(store, first, head)
+        slab = layout.slabs + self.slab_of[first >> KV_SLAB_SHIFT]
+        arena = self.arenas[self.slab_of[first >> KV_SLAB_SHIFT]] if self.layers is None else self.layers[layer]
+        start = v_block_at(layout, first, head) if values else k_block_at(layout, first, head)
         return np.ndarray((count, nbytes), np.uint8, buffer=arena, offset=start - arena.data,
-                          strides=(chunk.v_block_stride if values else chunk.k_block_stride, 1))
+                          strides=(slab.v_block_stride if values else slab.k_block_stride, 1))
 
     cdef int trim(self) except -1:
-        """Give the last chunks back to the system as long as none of their blocks has an owner; the first chunk stays."""
+        """Give the last slabs back to the system as long as none of their blocks has an owner; the first slab stays."""
         cdef Py_ssize_t i, first
-        while self.num_chunks > 1:
-            first = self.stores[0].chunks[self.num_chunks - 1].first
+        while self.num_slabs > 1:
+            first = self.layouts[0].slabs[self.num_slabs - 1].first
             for i in range(first, self.num_blocks):
                 if self.owners[i]:
                     return 0
@@ -345,20 +345,20 @@ cdef class BlockMemory:
                 else:
                     self._remove(<int32_t>i)
             self.num_blocks = first
-            self.num_chunks -= 1
-            self.arenas[self.num_chunks], self.sizes[self.num_chunks] = None, 0  # not deleted, as shortening a list may need memory
+            self.num_slabs -= 1
+            self.arenas[self.num_slabs], self.sizes[self.num_slabs] = None, 0    # not deleted, as shortening a list may need memory
         return 0
 
     cdef bint has_surplus(self) noexcept:
-        """Whether the blocks that have owners would fit without the last chunk."""
-        cdef Py_ssize_t last = self.stores[0].chunks[self.num_chunks - 1].first if self.num_chunks > 1 else self.num_blocks
+        """Whether the blocks that have owners would fit without the last slab."""
+        cdef Py_ssize_t last = self.layouts[0].slabs[self.num_slabs - 1].first if self.num_slabs > 1 else self.num_blocks
         return self.num_free >= self.num_blocks - last > 0
 
     def bytes_for(self, Py_ssize_t blocks):
-        """Bytes of a chunk of `blocks` blocks."""
+        """Bytes of a slab of `blocks` blocks."""
         cdef Py_ssize_t i
         return int(self.num_kv_heads) * sum([
-            _stride(int(self.stores[i].k.bytes) * blocks) + _stride(int(self.stores[i].v.bytes) * blocks)
+            _stride(int(self.layouts[i].k.bytes) * blocks) + _stride(int(self.layouts[i].v.bytes) * blocks)
             for i in range(self.num_layers)
         ])
 
@@ -375,7 +375,7 @@ cdef class BlockMemory:
         """Bytes of one block over all layers."""
         cdef Py_ssize_t i, total = 0
         for i in range(self.num_layers):
-            total += (self.stores[i].k.bytes + self.stores[i].v.bytes) * self.num_kv_heads
+            total += (self.layouts[i].k.bytes + self.layouts[i].v.bytes) * self.num_kv_heads
         return total
 
 

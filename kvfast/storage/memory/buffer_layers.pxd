@@ -1,7 +1,7 @@
 """Memory of a caller that a pool keeps its blocks in."""
 from libc.stdint cimport int64_t
 
-from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.blocks cimport kv_layout
 
 
-cdef void clean_slots(const kv_store *store, const int64_t *slots, Py_ssize_t n) noexcept nogil
+cdef void clean_slots(const kv_layout *layout, const int64_t *slots, Py_ssize_t n) noexcept nogil

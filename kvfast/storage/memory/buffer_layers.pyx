@@ -5,7 +5,7 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uintptr_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport arena_at, k_block_at, kv_store, v_block_at
+from kvfast.codec.blocks cimport arena_at, k_block_at, kv_layout, v_block_at
 from kvfast.core.kernels cimport KV_FLOAT_ROWS, kv_dtypes, kv_side
 from kvfast.core.limits cimport KV_LANES
 
@@ -123,7 +123,7 @@ def _check_apart(spans):
         last.append((begin, end, stride, size, layer))
 
 
-cdef void clean_slots(const kv_store *store, const int64_t *slots, Py_ssize_t n) noexcept nogil:
+cdef void clean_slots(const kv_layout *layout, const int64_t *slots, Py_ssize_t n) noexcept nogil:
     """Make the bytes that are read with some tokens finite, before they are written: a caller's memory may hold anything, and nothing
     times NaN is NaN. The padding of a float row is read with it, and the scales of the lane tile with a token's own. What is
     finite stays as it is, as it may be a token's."""
@@ -135,10 +135,10 @@ cdef void clean_slots(const kv_store *store, const int64_t *slots, Py_ssize_t n)
         slot = slots[i]
         if slot < 0:
             continue
-        block, offset = <int32_t>(slot >> store.block_shift), <int>(slot & (store.k.block_size - 1))
-        for head in range(store.num_kv_heads):
-            _clean_token(&store.k, k_block_at(store, block, head), offset)
-            _clean_token(&store.v, v_block_at(store, block, head), offset)
+        block, offset = <int32_t>(slot >> layout.block_shift), <int>(slot & (layout.k.block_size - 1))
+        for head in range(layout.num_kv_heads):
+            _clean_token(&layout.k, k_block_at(layout, block, head), offset)
+            _clean_token(&layout.v, v_block_at(layout, block, head), offset)
 
 
 cdef inline void _clean_token(const kv_side *side, char *block, int offset) noexcept nogil:

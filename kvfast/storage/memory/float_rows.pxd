@@ -1,7 +1,7 @@
 """Float rows of tokens, next to the blocks with their codes."""
 from libc.stdint cimport int16_t, int32_t
 
-from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.storage.memory.block_memory cimport BlockMemory
 
 
@@ -11,8 +11,8 @@ cdef class FloatRows:
     cdef bint seals                    # whether some layers seal blocks
     cdef bint has_sinks                # whether some layers keep their first tokens as floats
     cdef Py_ssize_t num_layers
-    cdef kv_store *stores              # (num_layers,) of the blocks; their memory owns these rows
-    cdef int32_t *float_of             # as in kv_store
+    cdef kv_layout *layouts            # (num_layers,) of the blocks; their memory owns these rows
+    cdef int32_t *float_of             # as in kv_layout
     # (num_blocks,) number of first tokens of a block with float rows whose codes are valid, too. Below 0 for a patched block:
     # minus this number of its codes are read, then its float rows.
     cdef int16_t *kept_codes

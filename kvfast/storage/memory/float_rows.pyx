@@ -7,7 +7,7 @@ from libc.stdlib cimport abs, free
 
 from kvfast.codec.decode cimport restore_floats
 from kvfast.codec.seal cimport seal_blocks
-from kvfast.core.limits cimport KV_CHUNK_BLOCKS, KV_PIECE
+from kvfast.core.limits cimport KV_SLAB_BLOCKS, KV_PIECE
 from kvfast.storage.memory.block_memory cimport BlockMemory, grown
 
 from kvfast.codec.formats import floats_of
@@ -38,11 +38,11 @@ cdef class FloatRows:
         cdef Py_ssize_t i
         self.float_of = <int32_t *>grown(self.float_of, total * self.per_block * sizeof(int32_t))
         for i in range(self.num_layers):
-            self.stores[i].float_of = self.float_of
+            self.layouts[i].float_of = self.float_of
         self.kept_codes = <int16_t *>grown(self.kept_codes, total * sizeof(int16_t))
         for i in range(self.num_layers if self.seals else 0):
-            if self.stores[i].seals:
-                self.stores[i].kept_codes, self.stores[i].num_patched = self.kept_codes, &self.num_patched
+            if self.layouts[i].seals:
+                self.layouts[i].kept_codes, self.layouts[i].num_patched = self.kept_codes, &self.num_patched
         for i in range(num_blocks, total):
             self.kept_codes[i] = 0
         for i in range(num_blocks * self.per_block, total * self.per_block):
@@ -87,7 +87,7 @@ cdef class FloatRows:
         """
         cdef Py_ssize_t with_codes = min(num_tokens, -self.kept_codes[block] if self.kept_codes[block] < 0 else num_tokens)
         self.add(block, 0, num_tokens)
-        restore_floats(self.stores, self.num_layers, block, index == 0, with_codes)
+        restore_floats(self.layouts, self.num_layers, block, index == 0, with_codes)
         self.set_kept_codes(block, with_codes)
         return 0
 
@@ -124,7 +124,7 @@ cdef class FloatRows:
         cdef int32_t[::1] view = np.array(blocks, np.int32)
         cdef uint8_t[::1] unfit = np.zeros(view.shape[0], np.uint8)
         cdef Py_ssize_t i
-        seal_blocks(self.stores, self.num_layers, &view[0], view.shape[0], at_start, self.kept_codes, &unfit[0], written)
+        seal_blocks(self.layouts, self.num_layers, &view[0], view.shape[0], at_start, self.kept_codes, &unfit[0], written)
         for i in range(view.shape[0]):
             if unfit[i]:
                 self.set_kept_codes(view[i], -abs(self.kept_codes[view[i]]))
@@ -139,7 +139,7 @@ cdef class FloatRows:
         return 0
 
     cdef int move_down(self, int32_t block) except -1:
-        """Move the float rows of a block to an earlier chunk that has room, so that the last chunk can be trimmed."""
+        """Move the float rows of a block to an earlier slab that has room, so that the last slab can be trimmed."""
         cdef Py_ssize_t i
         cdef int32_t piece
         for i in range(block * self.per_block, (block + 1) * self.per_block):
@@ -171,7 +171,7 @@ cdef class FloatRows:
     cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept:
         """Overwrite the float rows of a layer's tokens at the offsets first to last of a block."""
         cdef Py_ssize_t i
-        if self.stores[layer].floats == NULL:
+        if self.layouts[layer].floats == NULL:
             return
         for i in range(first // KV_PIECE, (last + KV_PIECE - 1) // KV_PIECE):
             if self.float_of[block * self.per_block + i] >= 0:
@@ -211,12 +211,12 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
     open_pieces = max([(one.open_tokens + KV_PIECE - 1) // KV_PIECE for one in blocks.formats if one is not None])
     most = self.per_block + open_pieces + 1 if open_pieces else 1
     self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, KV_PIECE, formats,
-                              (most + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS, True, secure=blocks.secure,
+                              (most + KV_SLAB_BLOCKS - 1) // KV_SLAB_BLOCKS * KV_SLAB_BLOCKS, True, secure=blocks.secure,
                               v_head_dim=blocks.v_head_dim)
-    self.stores, self.num_layers = blocks.stores, blocks.num_layers
+    self.layouts, self.num_layers = blocks.layouts, blocks.num_layers
     for i in range(self.num_layers):
-        self.seals |= self.stores[i].seals
-        self.has_sinks |= self.stores[i].float_tokens > 0
+        self.seals |= self.layouts[i].seals
+        self.has_sinks |= self.layouts[i].float_tokens > 0
         if formats[i] is not None:
-            self.stores[i].floats = self.pieces.stores + i
+            self.layouts[i].floats = self.pieces.layouts + i
     return self

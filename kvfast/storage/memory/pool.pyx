@@ -29,7 +29,7 @@ cdef enum:
 cdef class BlockPool(BlockMemory):
     """Blocks, the float rows of their tokens, and the index of known blocks.
 
-    All memory is allocated at the start, in one chunk; if the pool `grows`, only when it is needed. With a `buffer`, the memory
+    All memory is allocated at the start, in one slab; if the pool `grows`, only when it is needed. With a `buffer`, the memory
     is a caller's, see `buffer_layers`.
     """
 
@@ -37,15 +37,15 @@ cdef class BlockPool(BlockMemory):
                   bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None, buffer=None):
         cdef Py_ssize_t i
         for i in range(self.num_layers):
-            self.seals |= self.stores[i].seals
-            self.open_tokens = max(self.open_tokens, self.stores[i].open_tokens)
-            self.has_sinks |= self.stores[i].float_tokens > 0
+            self.seals |= self.layouts[i].seals
+            self.open_tokens = max(self.open_tokens, self.layouts[i].open_tokens)
+            self.has_sinks |= self.layouts[i].float_tokens > 0
         self.floats = float_rows_of(self)
         self.to_release = []
         self.workspace = Workspace()
         self.workspace.secure = secure
         if buffer is not None:
-            sizes = [(self.stores[i].k.bytes + self.stores[i].v.bytes) * self.num_kv_heads for i in range(self.num_layers)]
+            sizes = [(self.layouts[i].k.bytes + self.layouts[i].v.bytes) * self.num_kv_heads for i in range(self.num_layers)]
             layers, strides = buffer_layers(buffer, sizes, self.first_blocks)
             self._use_layers(layers, strides)
         elif grows:
@@ -53,7 +53,7 @@ cdef class BlockPool(BlockMemory):
             if self.floats is not None:
                 self.floats.pieces.start_small()
         else:
-            self._add_chunk(self.first_blocks)
+            self._add_slab(self.first_blocks)
 
     cdef bint try_enter(self) noexcept nogil:
         return kv_take(&self.busy, IN_A_CALL) == 0
@@ -198,7 +198,7 @@ cdef class BlockPool(BlockMemory):
         return self.owners[block] > 1 or (self.index is not None and self.index.knows(block))
 
     def is_patched(self, int32_t block):
-        """Whether a sealed block is patched; see `kv_store`."""
+        """Whether a sealed block is patched; see `kv_layout`."""
         return self.floats is not None and self.floats.kept_codes[block] < 0
 
     cdef int copy_block(self, int32_t source, int32_t target) except -1:
@@ -209,7 +209,7 @@ cdef class BlockPool(BlockMemory):
         return 0
 
     cdef int32_t move_down(self, int32_t block) except -1:
-        """Move a block without other owners to an earlier chunk that has room, so that the last chunk can be trimmed. Returns where
+        """Move a block without other owners to an earlier slab that has room, so that the last slab can be trimmed. Returns where
         it is then."""
         cdef int32_t target
         if self.owners[block] > 1 or not self.has_room_below(block):
@@ -231,7 +231,7 @@ cdef class BlockPool(BlockMemory):
                          v_head_dim=self.v_head_dim)
 
     cdef int trim_surplus(self) except -1:
-        """Trim the chunks that a pool with fixed memory added because snapshots kept its blocks, and those of float rows."""
+        """Trim the slabs that a pool with fixed memory added because snapshots kept its blocks, and those of float rows."""
         if not self.grows:
             self.trim()
         if self.floats is not None:

@@ -1,8 +1,8 @@
 """The storage of one layer, accessed head by head."""
-from kvfast.codec.blocks cimport kv_chunk, kv_store
+from kvfast.codec.blocks cimport kv_slab, kv_layout
 
 
-# A store with some of the KV heads of another store.
+# A layout with some of the KV heads of another layout.
 cdef class Heads:
-    cdef kv_store store
-    cdef kv_chunk *chunks
+    cdef kv_layout layout
+    cdef kv_slab *slabs

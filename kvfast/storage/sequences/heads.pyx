@@ -15,7 +15,7 @@ from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, open_request
 from kvfast.attention.run cimport run_plan
 from kvfast.attention.tasks cimport kv_own
-from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, change_key_basis, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, change_key_basis, k_offset_of, kv_slab, kv_context, kv_layout
 from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
 from kvfast.core.checks cimport check_count
@@ -26,40 +26,40 @@ from kvfast.core.scratch cimport give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, STATIC, for_each, gather, kv_team
 from kvfast.core.wipe cimport kv_wipe_pages
 from kvfast.storage.memory.pool cimport BlockPool
-from kvfast.storage.sequences.sequence cimport SequenceBuffer
+from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.ring_table cimport RingTable
 
 from kvfast.errors import NonFiniteInputError
 
 cdef class Heads:
     def __dealloc__(self):
-        free(self.chunks)
+        free(self.slabs)
 
 
 cdef Heads heads_of(BlockPool pool, Py_ssize_t first, Py_ssize_t count):
     """`count` KV heads, from `first` on, of a pool's only layer."""
     cdef Heads self = Heads.__new__(Heads)
-    cdef Py_ssize_t i, chunks = pool.num_chunks
-    cdef kv_chunk *chunk
-    self.store = pool.stores[0]
-    self.store.num_kv_heads = <int>count
-    self.chunks = <kv_chunk *>malloc(max(chunks, 1) * sizeof(kv_chunk))
-    if self.chunks == NULL:
+    cdef Py_ssize_t i, slabs = pool.num_slabs
+    cdef kv_slab *slab
+    self.layout = pool.layouts[0]
+    self.layout.num_kv_heads = <int>count
+    self.slabs = <kv_slab *>malloc(max(slabs, 1) * sizeof(kv_slab))
+    if self.slabs == NULL:
         raise MemoryError("cannot allocate the view of some heads")
-    for i in range(chunks):
-        chunk = self.chunks + i
-        chunk[0] = self.store.chunks[i]
-        chunk.k += first * chunk.k_head_stride
-        chunk.v += first * chunk.v_head_stride
-    self.store.chunks = self.chunks
-    if self.store.bases != NULL:
-        self.store.bases += first * KV_NUM_BASES * self.store.k.head_dim * self.store.k.padded_dim
+    for i in range(slabs):
+        slab = self.slabs + i
+        slab[0] = self.layout.slabs[i]
+        slab.k += first * slab.k_head_stride
+        slab.v += first * slab.v_head_stride
+    self.layout.slabs = self.slabs
+    if self.layout.bases != NULL:
+        self.layout.bases += first * KV_NUM_BASES * self.layout.k.head_dim * self.layout.k.padded_dim
     return self
 
 
 ctypedef struct kv_score_call:
     const kv_kernels *kernels
-    const kv_store *store
+    const kv_layout *layout
     kv_context context
     const kv_rows *q
     Py_ssize_t group           # query heads per KV head
@@ -82,7 +82,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
     if not take_scratch(&memory, 1):
         return NO_MEMORY
     good = _score_rows(call, head, <kv_own *>memory, watch)
-    if call.store.secure:
+    if call.layout.secure:
         kv_wipe_pages(<char *>memory, sizeof(kv_own))
     give_scratch(&memory, 1)
     return 0 if good else NOT_FINITE
@@ -91,7 +91,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
 cdef bint _score_rows(const kv_score_call *call, Py_ssize_t head, kv_own *own, kv_watch *watch) noexcept nogil:
     """False if a score is not finite."""
     cdef const kv_kernels *kernels = call.kernels
-    cdef const kv_store *store = call.store
+    cdef const kv_layout *layout = call.layout
     cdef const kv_context *context = &call.context
     cdef const kv_rows *q = call.q
     cdef Py_ssize_t group = call.group, tokens = call.tokens
@@ -100,7 +100,7 @@ cdef bint _score_rows(const kv_score_call *call, Py_ssize_t head, kv_own *own, k
     cdef kv_scratch *scratch = &own.scratch
     cdef kv_tile tile
     cdef kv_ahead ahead
-    cdef const kv_side *k = &store.k
+    cdef const kv_side *k = &layout.k
     cdef Py_ssize_t row0 = 0, t, first
     cdef Py_ssize_t at[2]
     cdef int rows, r, skip
@@ -113,7 +113,7 @@ cdef bint _score_rows(const kv_score_call *call, Py_ssize_t head, kv_own *own, k
             row = scratch.rows + r * k.padded_dim
             kernels.to_float[q.dtype](q.data + (head * group + row0 + r) * q.head_stride, k.head_dim, row)
             memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
-        change_key_basis(kernels, store, head, KV_TO_QUERIES, scratch.rows, k.padded_dim, rows, scratch.rows, k.padded_dim)
+        change_key_basis(kernels, layout, head, KV_TO_QUERIES, scratch.rows, k.padded_dim, rows, scratch.rows, k.padded_dim)
         kernels.prepare[k.dtype](k, scratch.rows, rows, call.scale, &scratch.queries)
         t = call.begin
         while t < context.length:
@@ -121,13 +121,13 @@ cdef bint _score_rows(const kv_score_call *call, Py_ssize_t head, kv_own *own, k
                 return True
             first = t % k.block_size // KV_LANES * KV_LANES
             skip = <int>(t % KV_LANES)
-            at[0] = at[1] = k_offset_of(store, block_of(context, t >> store.block_shift), head)
-            tile.base, tile.at[0], tile.first = store.base, at[0], <int>first
+            at[0] = at[1] = k_offset_of(layout, block_of(context, t >> layout.block_shift), head)
+            tile.base, tile.at[0], tile.first = layout.base, at[0], <int>first
             tile.count = <int>min(min(<Py_ssize_t>KV_TILE, k.block_size - first), context.length - t + skip)
             if t - skip + tile.count < context.length:  # the rest of this block, or the next one
-                at[1] = k_offset_of(store, block_of(context, (t - skip + tile.count) >> store.block_shift), head)
+                at[1] = k_offset_of(layout, block_of(context, (t - skip + tile.count) >> layout.block_shift), head)
             # Prefetch the codes of as many tokens again. Codes of 16 tokens at a time are contiguous.
-            ahead.next.base, ahead.next.at = store.base, &at[1]
+            ahead.next.base, ahead.next.at = layout.base, &at[1]
             ahead.next.piece = ahead.next.bytes = k.scales
             ahead.next.scales, ahead.next.scale_bytes = k.scales, k.scale_bytes * k.block_size
             ahead.after = ahead.next
@@ -159,43 +159,43 @@ cdef int _to_weights(void *shared, Py_ssize_t index, int thread, kv_watch *watch
     return 0
 
 
-def truncate_held(SequenceBuffer buffer, n):
+def truncate_held(SequenceStorage storage, n):
     """Keep the first `n` of the tokens that are held."""
-    cdef Py_ssize_t held = buffer.num_held, kept = check_count(n, "n", 0)
+    cdef Py_ssize_t held = storage.num_held, kept = check_count(n, "n", 0)
     if kept > held:
         raise ValueError(f"n must be between 0 and the {held} tokens of the cache, got {n}")
-    buffer.truncate(buffer.length - held + kept if kept else 0)
+    storage.truncate(storage.length - held + kept if kept else 0)
 
 
-def evict(SequenceBuffer buffer, Py_ssize_t window):
+def evict(SequenceStorage storage, Py_ssize_t window):
     """Keep the last `window` tokens; returns the number of evicted tokens."""
-    cdef RingTable table = buffer.tables[0]
+    cdef RingTable table = storage.tables[0]
     cdef Py_ssize_t before
-    buffer._enter()
+    storage._enter()
     try:
         before = table.num_held()
         table.evict(window)
         return before - table.num_held()
     finally:
-        buffer._leave()
+        storage._leave()
 
 
-def push(SequenceBuffer buffer, k, v):
+def push(SequenceStorage storage, k, v):
     """Append tokens, and count them as complete."""
-    cdef RingTable table = buffer.tables[0]
+    cdef RingTable table = storage.tables[0]
     cdef Rows keys, values
     keys, values = open_pair(k, v, False)
-    buffer._enter()
+    storage._enter()
     try:
         table.append(0, keys, values, NULL)
         table.advance(keys.rows.tokens)
     finally:
-        buffer._leave()
+        storage._leave()
 
 
-def scores(SequenceBuffer buffer, q, Py_ssize_t head, Py_ssize_t count, bint softmax, num_threads):
+def scores(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, bint softmax, num_threads):
     """Scores of q, (1, query heads, head_dim), over the tokens of `count` KV heads from `head` on."""
-    cdef RingTable table = buffer.tables[0]
+    cdef RingTable table = storage.tables[0]
     cdef Rows queries = open_rows(q, "q")
     cdef Heads part
     cdef kv_score_call call
@@ -204,7 +204,7 @@ def scores(SequenceBuffer buffer, q, Py_ssize_t head, Py_ssize_t count, bint sof
     cdef int failed
     call.kernels, call.q, call.group = active(), &queries.rows, queries.rows.heads // count
     call.scale = 1.0 / math.sqrt(queries.rows.dim)
-    buffer.enter_reading()
+    storage.enter_reading()
     try:
         table.context(0, &call.context)
         call.begin, call.tokens = table.evicted, call.context.length - table.evicted
@@ -213,13 +213,13 @@ def scores(SequenceBuffer buffer, q, Py_ssize_t head, Py_ssize_t count, bint sof
             return array
         out = array
         part = heads_of(table.pool, head, count)
-        call.store, call.out = &part.store, &out[0, 0]
-        gather(&team, num_threads, <double>call.tokens * queries.rows.heads * part.store.k.padded_dim)
+        call.layout, call.out = &part.layout, &out[0, 0]
+        gather(&team, num_threads, <double>call.tokens * queries.rows.heads * part.layout.k.padded_dim)
         failed = for_each(&team, _score_head, &call, count, DYNAMIC)
         if softmax:
             for_each(&team, _to_weights, &call, queries.rows.heads, STATIC)
     finally:
-        buffer.leave_reading()
+        storage.leave_reading()
     if failed & NO_MEMORY:
         raise MemoryError("cannot allocate the working memory of scores")
     if failed:
@@ -227,42 +227,42 @@ def scores(SequenceBuffer buffer, q, Py_ssize_t head, Py_ssize_t count, bint sof
     return array
 
 
-def attend_heads(SequenceBuffer buffer, q, Py_ssize_t head, Py_ssize_t count, Options options):
+def attend_heads(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, Options options):
     """`attend` for one query token and `count` KV heads from `head` on."""
-    cdef RingTable table = buffer.tables[0]
+    cdef RingTable table = storage.tables[0]
     cdef Heads part
     cdef Plan plan
     cdef Request request
     cdef kv_context context
-    buffer.enter_reading()
+    storage.enter_reading()
     try:
         table.context(0, &context)
         if context.length == table.evicted:
             raise ValueError("the cache holds no tokens to attend to")
         part = heads_of(table.pool, head, count)
-        request = open_request(&part.store, q, options)
+        request = open_request(&part.layout, q, options)
         request.c.window = context.length - table.evicted
-        plan = open_plan(request, &part.store, table.pool.workspace, 1)
+        plan = open_plan(request, &part.layout, table.pool.workspace, 1)
         plan.ask(&context, 0, 1)
         plan.add(&context, 0, 1, 0, 0)
         return run_plan(request, plan)
     finally:
-        buffer.leave_reading()
+        storage.leave_reading()
 
 
-def rows_of(SequenceBuffer buffer, Py_ssize_t head, Py_ssize_t count, bint values):
+def rows_of(SequenceStorage storage, Py_ssize_t head, Py_ssize_t count, bint values):
     """Keys or values of `count` KV heads from `head` on, decoded."""
-    cdef RingTable table = buffer.tables[0]
+    cdef RingTable table = storage.tables[0]
     cdef Heads part
     cdef Py_ssize_t i, n
     cdef int64_t[::1] positions, slots
-    buffer.enter_reading()
+    storage.enter_reading()
     try:
         n = table.length - table.evicted
         positions, slots = np.arange(table.evicted, table.length), np.empty(n, np.int64)
         for i in range(n):
             slots[i] = table.map.slot(positions[i])
         part = heads_of(table.pool, head, count)
-        return decode_tokens(&part.store, positions, slots, table.length, values)
+        return decode_tokens(&part.layout, positions, slots, table.length, values)
     finally:
-        buffer.leave_reading()
+        storage.leave_reading()

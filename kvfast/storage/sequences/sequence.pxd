@@ -10,14 +10,14 @@ cdef int fit_window(BlockTable table, kv_request *request) except -1
 cdef int check_held(BlockTable table, Plan plan, Py_ssize_t first_query) except -1
 
 
-cdef class SequenceBuffer(SequenceTables):
+cdef class SequenceStorage(SequenceTables):
     cdef Py_ssize_t most               # most tokens, or -1: any number
 
     cdef int _trim_surplus(self) except -1
     cdef SequenceTables _shared(self, bint counted)
-    cdef int _share_blocks(self, SequenceBuffer other, begin) except -1
-    cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1
-    cdef int _copy_spliced(self, SequenceBuffer other, list pieces, begin) except -1
+    cdef int _share_blocks(self, SequenceStorage other, begin) except -1
+    cdef int _copy_blocks(self, SequenceStorage other, begin) except -1
+    cdef int _copy_spliced(self, SequenceStorage other, list pieces, begin) except -1
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
     cdef int _check_unchanged(self, object index, Py_ssize_t held, Options options) except -1
     cdef Plan _plan(self, object index, BlockTable table, Py_ssize_t layer, Request request)

@@ -6,7 +6,7 @@ from kvfast.attention.options cimport Options
 from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request
 from kvfast.attention.run cimport explain_plan, run_plan
-from kvfast.codec.blocks cimport kv_context, kv_store, view_of
+from kvfast.codec.blocks cimport kv_context, kv_layout, view_of
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_pair
 from kvfast.core.checks cimport check_count, check_layer
@@ -43,7 +43,7 @@ cdef int check_held(BlockTable table, Plan plan, Py_ssize_t first_query) except 
     return 0
 
 
-cdef class SequenceBuffer(SequenceTables):
+cdef class SequenceStorage(SequenceTables):
     def __init__(self, list tables, list layer_tables, max_seq_len=None):
         self.tables, self.layer_tables, self.max_seq_len = tables, layer_tables, max_seq_len
         self.num_layers = len(layer_tables)
@@ -103,7 +103,7 @@ cdef class SequenceBuffer(SequenceTables):
         self.enter_reading()
         try:
             self._check_unchanged(index, table.lengths[layer] + self.base, options)
-            request = open_request(&table.pool.stores[layer], q, options, sink_q, rope_q)
+            request = open_request(&table.pool.layouts[layer], q, options, sink_q, rope_q)
             return run_plan(request, self._plan(index, table, layer, request))
         finally:
             self.leave_reading()
@@ -112,12 +112,12 @@ cdef class SequenceBuffer(SequenceTables):
         """The AttendPlan of `attend` for an array, a shape, or a number of tokens."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &table.pool.stores[layer])
+        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &table.pool.layouts[layer])
         cdef Request request
         self.enter_reading()
         try:
             self._check_unchanged(index, table.lengths[layer] + self.base, options)
-            request = open_request(&table.pool.stores[layer], rows, options)
+            request = open_request(&table.pool.layouts[layer], rows, options)
             return explain_plan(request, self._plan(index, table, layer, request), str(table.pool.formats[layer]))
         finally:
             self.leave_reading()
@@ -139,7 +139,7 @@ cdef class SequenceBuffer(SequenceTables):
         if request.c.q.tokens > context.length + self.base:
             raise ValueError(f"q must hold at most the {context.length + self.base} tokens of layer {index}, got {request.c.q.tokens}")
         fit_window(table, &request.c)
-        plan = open_plan(request, &table.pool.stores[layer], table.pool.workspace, 1)
+        plan = open_plan(request, &table.pool.layouts[layer], table.pool.workspace, 1)
         plan.uncounted = table.lengths[layer] - table.length
         if request.spans is not None:
             if self.segments is not None:
@@ -178,7 +178,7 @@ cdef class SequenceBuffer(SequenceTables):
                 raise ValueError(f"advance({n}) needs {length + count} tokens in every layer, but "
                                  + ", ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else ""))
             for table in self.tables:
-                table.prepare(count)
+                table.seal_full(count)
             if begin is not None:
                 begin(length)
             for table in self.tables:
@@ -229,19 +229,19 @@ cdef class SequenceBuffer(SequenceTables):
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
         cdef BlockPool pool = table.pool
-        cdef kv_store *store = pool.stores + layer
-        cdef kv_side *side = &store.v if values else &store.k
+        cdef kv_layout *layout = pool.layouts + layer
+        cdef kv_side *side = &layout.v if values else &layout.k
         self.enter_reading()
         try:
             if self.segments is not None:
                 return self.spliced_rows(check_layer(index, self.num_layers), table, layer, values), self.positions(index)
-            if (side.dtype == KV_FLOAT32 and not store.latent and not store.seals and not pool.grows and not pool.is_shared
+            if (side.dtype == KV_FLOAT32 and not layout.latent and not layout.seals and not pool.grows and not pool.is_shared
                     and table.map.is_in_one_piece()):
                 return np.ndarray((table.lengths[layer], pool.num_kv_heads, side.head_dim), np.float32,
                                   buffer=view_of(pool.arenas[0]),
-                                  offset=store.chunks.v if values else store.chunks.k,
-                                  strides=(side.row_stride, store.chunks.v_head_stride if values
-                                           else store.chunks.k_head_stride, 4)), np.arange(table.lengths[layer])
+                                  offset=layout.slabs.v if values else layout.slabs.k,
+                                  strides=(side.row_stride, layout.slabs.v_head_stride if values
+                                           else layout.slabs.k_head_stride, 4)), np.arange(table.lengths[layer])
             positions = self.positions(index)
             return rows_at(table, layer, positions, values), positions
         finally:
@@ -260,7 +260,7 @@ cdef class SequenceBuffer(SequenceTables):
             self.leave_reading()
 
     def share(self):
-        """Another buffer with the same tokens, in the same blocks."""
+        """Another storage with the same tokens, in the same blocks."""
         self._enter()
         try:
             return self._shared(False)
@@ -290,12 +290,12 @@ cdef class SequenceBuffer(SequenceTables):
         return self.give_segments(self._like(shared), False)
 
     def _like(self, tables):
-        """A buffer with these tables instead of its own."""
-        return SequenceBuffer([tables[table] for table in self.tables],
+        """A storage with these tables instead of its own."""
+        return SequenceStorage([tables[table] for table in self.tables],
                               [(tables[table], layer) for table, layer in self.layer_tables], self.max_seq_len)
 
-    def restore(self, SequenceBuffer other, begin=None, then=None):
-        """Become equal to a buffer with the same settings: share its blocks, or copy those of another pool. `begin` is called
+    def restore(self, SequenceStorage other, begin=None, then=None):
+        """Become equal to a storage with the same settings: share its blocks, or copy those of another pool. `begin` is called
         when only a signal can still prevent the change, `then` after the change."""
         cdef list _old = self.segments  # as in `truncate`
         self._enter()
@@ -316,7 +316,7 @@ cdef class SequenceBuffer(SequenceTables):
 
     # Both first do the steps that can fail, for all tables.
 
-    cdef int _share_blocks(self, SequenceBuffer other, begin) except -1:
+    cdef int _share_blocks(self, SequenceStorage other, begin) except -1:
         cdef Py_ssize_t i
         for i in range(len(self.tables)):
             (<BlockTable>self.tables[i]).map.reserve_list((<BlockTable>other.tables[i]).map.count)
@@ -327,7 +327,7 @@ cdef class SequenceBuffer(SequenceTables):
         self.take_segments(other)
         return 0
 
-    cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1:
+    cdef int _copy_blocks(self, SequenceStorage other, begin) except -1:
         cdef Py_ssize_t i
         cdef BlockTable table
         cdef list pieces = [pieces_for(<BlockTable>mine, <BlockTable>table) for mine, table in zip(self.tables, other.tables)]
@@ -343,7 +343,7 @@ cdef class SequenceBuffer(SequenceTables):
         self.forget_segments()
         return 0
 
-    cdef int _copy_spliced(self, SequenceBuffer other, list pieces, begin) except -1:
+    cdef int _copy_spliced(self, SequenceStorage other, list pieces, begin) except -1:
         """`_copy_blocks` of a spliced sequence."""
         cdef BlockTable table
         cdef Py_ssize_t i, copies

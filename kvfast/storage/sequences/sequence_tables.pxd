@@ -28,7 +28,7 @@ cdef class SequenceTables:
                               Py_ssize_t num_queries)
     cdef int set_segments(self, list segments, Py_ssize_t base, object ropes) except -1
     cdef list known_segments(self)
-    cdef SequenceTables give_segments(self, SequenceTables buffer, bint copies)
+    cdef SequenceTables give_segments(self, SequenceTables storage, bint copies)
     cdef object spliced_rows(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, bint values)
     cdef object blocks_of(self, Py_ssize_t which)
     cdef int keep(self, Py_ssize_t n) except -1

@@ -26,7 +26,7 @@ cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint v
     cdef Py_ssize_t i
     for i in range(at.shape[0]):
         slots[i] = table.map.slot(at[i])
-    return decode_tokens(table.pool.stores + layer, at, slots, table.states.floats_begin, values)
+    return decode_tokens(table.pool.layouts + layer, at, slots, table.states.floats_begin, values)
 
 
 cdef class SequenceTables:
@@ -126,11 +126,11 @@ cdef class SequenceTables:
         reader.first_query, reader.num_queries = first_query, num_queries
         return reader
 
-    cdef SequenceTables give_segments(self, SequenceTables buffer, bint copies):
-        """A buffer with tables like those of this one, and with its segments."""
+    cdef SequenceTables give_segments(self, SequenceTables storage, bint copies):
+        """A storage with tables like those of this one, and with its segments."""
         if self.segments is not None:
-            buffer.set_segments(copied(self.segments, buffer.tables) if copies else self.segments, self.base, self.ropes)
-        return buffer
+            storage.set_segments(copied(self.segments, storage.tables) if copies else self.segments, self.base, self.ropes)
+        return storage
 
     cdef int set_segments(self, list segments, Py_ssize_t base, object ropes) except -1:
         with cython.critical_section(self):
@@ -211,7 +211,7 @@ cdef class SequenceTables:
 
     @property
     def nbytes_alone(self):
-        """Bytes that only this buffer keeps."""
+        """Bytes that only this storage keeps."""
         cdef BlockTable table
         total = 0
         for table in self.tables:

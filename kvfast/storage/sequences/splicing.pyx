@@ -3,25 +3,25 @@
 from kvfast.core.checks cimport check_count
 from kvfast.storage.sequences.segments cimport (FrozenTables, Segment, blocks_of_copies, copy_tables, cut, frozen_of, narrowed,
                                                 rotations_of, share_tables)
-from kvfast.storage.sequences.sequence cimport SequenceBuffer
+from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 
 from kvfast.errors import CacheFullError
 
 
-cdef int _check_still(SequenceBuffer buffer, object ropes) except -1:
+cdef int _check_still(SequenceStorage storage, object ropes) except -1:
     """Check that a sequence keeps all of its tokens, that all layers have as many, and that its keys were rotated by `ropes`."""
     cdef BlockTable table
     cdef Py_ssize_t layer
-    for table in buffer.tables:
+    for table in storage.tables:
         if isinstance(table, RingTable):
             raise ValueError("a ring or a pool with a window cannot be spliced: it drops tokens by itself")
         for layer in range(table.pool.num_layers):
             if table.lengths[layer] != table.length:
                 raise ValueError(f"layers hold {table.lengths[layer] - table.length} tokens that are not complete: advance or "
                                  f"truncate first")
-    if buffer.ropes is not None and buffer.ropes != ropes:
+    if storage.ropes is not None and storage.ropes != ropes:
         raise ValueError("rope must be the one that the cache was spliced with before")
     return 0
 
@@ -39,7 +39,7 @@ cdef int _move(list segments, Py_ssize_t distance, object ropes) except -1:
     return 0
 
 
-cdef list _frozen(SequenceBuffer buffer, list segments):
+cdef list _frozen(SequenceStorage storage, list segments):
     """Copies of a sequence's segments that read tables of their own where they read those of the sequence."""
     cdef FrozenTables frozen = None
     cdef Segment segment, other
@@ -47,7 +47,7 @@ cdef list _frozen(SequenceBuffer buffer, list segments):
     for segment in segments:
         other = segment.part(segment.start, segment.end())
         if other.frozen is None:
-            frozen = frozen or share_tables(buffer.tables)
+            frozen = frozen or share_tables(storage.tables)
             other.frozen = frozen
         result.append(other)
     return result
@@ -63,106 +63,106 @@ cdef int _settle(list frozen_tables) except -1:
     return 0
 
 
-cdef list _segments_in(SequenceBuffer buffer, SequenceBuffer chunk):
-    """The segments of a chunk, in tables of the buffer's pools."""
+cdef list _segments_in(SequenceStorage storage, SequenceStorage part):
+    """The segments of a part, in tables of the storage's pools."""
     cdef Segment segment
     cdef FrozenTables frozen
-    cdef list segments = chunk.all_segments((<BlockTable>chunk.tables[0]).length)
-    if chunk._pool() is buffer._pool():
-        return _frozen(chunk, segments)
+    cdef list segments = part.all_segments((<BlockTable>part.tables[0]).length)
+    if part._pool() is storage._pool():
+        return _frozen(part, segments)
     copies, result = {}, []
-    chunk.enter_reading()
+    part.enter_reading()
     try:
         for segment in segments:
             frozen = segment.frozen
             if frozen not in copies:
-                copies[frozen] = copy_tables(chunk.tables if frozen is None else frozen.tables, buffer.tables)
+                copies[frozen] = copy_tables(part.tables if frozen is None else frozen.tables, storage.tables)
             segment = segment.part(segment.start, segment.end())
             segment.frozen = copies[frozen]
             result.append(segment)
     finally:
-        chunk.leave_reading()
+        part.leave_reading()
     return result
 
 
-def check_splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed):
+def check_splice(SequenceStorage storage, list parts, ropes, Py_ssize_t recomputed):
     """Check everything about `splice` but the room in a shared pool."""
-    cdef SequenceBuffer chunk
-    cdef Py_ssize_t length = buffer.length, room
-    _check_still(buffer, ropes)
-    for chunk in chunks:
-        if chunk.ropes is not None and chunk.ropes != ropes:
-            raise ValueError("rope must be the one that the chunk was spliced with before")
+    cdef SequenceStorage part
+    cdef Py_ssize_t length = storage.length, room
+    _check_still(storage, ropes)
+    for part in parts:
+        if part.ropes is not None and part.ropes != ropes:
+            raise ValueError("rope must be the one that the part was spliced with before")
     if recomputed > length:
         raise ValueError(f"recomputed must be at most the {length} tokens of the cache, got {recomputed}")
-    total = sum([(<SequenceBuffer>chunk).length for chunk in chunks]) - recomputed
-    if buffer.most >= 0 and length + total > buffer.most:
-        room = buffer.most - length
-        raise CacheFullError(f"the cache has room for {room} of {buffer.most} tokens, got {total}", total, room)
+    total = sum([(<SequenceStorage>part).length for part in parts]) - recomputed
+    if storage.most >= 0 and length + total > storage.most:
+        room = storage.most - length
+        raise CacheFullError(f"the cache has room for {room} of {storage.most} tokens, got {total}", total, room)
 
 
-cdef int _check_room(SequenceBuffer buffer, list chunks) except -1:
-    """Check that a shared pool has the blocks for copies of all chunks of other pools."""
-    cdef SequenceBuffer chunk
-    cdef BlockTable table = buffer.tables[0]
+cdef int _check_room(SequenceStorage storage, list parts) except -1:
+    """Check that a shared pool has the blocks for copies of all parts of other pools."""
+    cdef SequenceStorage part
+    cdef BlockTable table = storage.tables[0]
     cdef Py_ssize_t needed = 0
-    for chunk in chunks if table.pool.is_shared else ():
-        if chunk._pool() is not table.pool:
-            needed += blocks_of_copies(chunk.all_segments((<BlockTable>chunk.tables[0]).length), chunk.tables, table)
+    for part in parts if table.pool.is_shared else ():
+        if part._pool() is not table.pool:
+            needed += blocks_of_copies(part.all_segments((<BlockTable>part.tables[0]).length), part.tables, table)
     return table.pool.ensure(needed) if needed else 0
 
 
-def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, begin=None):
-    """Append sequences, one after another, to the tokens of a buffer.
+def splice(SequenceStorage storage, list parts, ropes, Py_ssize_t recomputed, begin=None):
+    """Append sequences, one after another, to the tokens of a storage.
 
     Parameters
     ----------
-    buffer : SequenceBuffer
-    chunks : list of SequenceBuffer
+    storage : SequenceStorage
+    parts : list of SequenceStorage
         With the same settings. They do not change while the call runs.
     ropes : tuple
         For each layer (frequencies, whether interleaved), or None.
     recomputed : int
-        Number of first tokens of the only chunk that are the last tokens of the buffer.
+        Number of first tokens of the only part that are the last tokens of the storage.
     begin : callable, optional
         Called after the last step that can fail.
     """
-    cdef SequenceBuffer chunk
+    cdef SequenceStorage part
     cdef BlockTable table
     cdef Py_ssize_t length, end
-    cdef list segments, added, frozen, _old = buffer.segments  # which are released after the end of the call
-    buffer._enter()
+    cdef list segments, added, frozen, _old = storage.segments  # which are released after the end of the call
+    storage._enter()
     try:
-        check_splice(buffer, chunks, ropes, recomputed)
-        if sum([(<SequenceBuffer>chunk).length for chunk in chunks]) == recomputed:
+        check_splice(storage, parts, ropes, recomputed)
+        if sum([(<SequenceStorage>part).length for part in parts]) == recomputed:
             return  # nothing follows, and the cache stays the sequence in one piece that it is
-        _check_room(buffer, chunks)
-        length = end = buffer.length
-        segments = _frozen(buffer, buffer.all_segments(length - buffer.base))
-        for chunk in chunks:
-            added = _segments_in(buffer, chunk)
+        _check_room(storage, parts)
+        length = end = storage.length
+        segments = _frozen(storage, storage.all_segments(length - storage.base))
+        for part in parts:
+            added = _segments_in(storage, part)
             _move(added, end - recomputed, ropes)
-            end += chunk.length - recomputed
+            end += part.length - recomputed
             segments += [narrowed(<Segment>segment) for segment in cut(added, length if recomputed else 0, end)]
         frozen = frozen_of(segments)
         if begin is not None:
             begin()
-        for table in buffer.tables:
+        for table in storage.tables:
             table.truncate(0)
-        buffer.set_segments(segments, end, ropes)
+        storage.set_segments(segments, end, ropes)
         _settle(frozen)
     finally:
-        buffer._leave()
+        storage._leave()
 
 
-def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
+def drop(SequenceStorage storage, first, last, ropes, truncate, begin=None):
     """Take the positions from `first` to `last` out; later ones move up. Calls `truncate` instead if there are none. See `splice`."""
     cdef BlockTable table
     cdef Segment segment
     cdef Py_ssize_t length, low, high
-    cdef list before, behind, live, segments, frozen, _old = buffer.segments  # which are released after the end of the call
-    _check_still(buffer, ropes)
-    length = buffer.length
+    cdef list before, behind, live, segments, frozen, _old = storage.segments  # which are released after the end of the call
+    _check_still(storage, ropes)
+    length = storage.length
     low, high = check_count(first, "first", 0, length), check_count(last, "last", 0, length)
     if low > high:
         raise ValueError(f"first must be at most last, got {low} and {high}")
@@ -171,30 +171,30 @@ def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
     if high == length:
         truncate(low)
         return
-    buffer._enter()
+    storage._enter()
     try:
-        _check_still(buffer, ropes)  # again: another thread may have changed the cache
-        if buffer.length != length:
-            raise RuntimeError(f"another thread has changed the cache: it held {length} tokens, and holds {buffer.length} now")
-        segments = buffer.all_segments(length - buffer.base)
+        _check_still(storage, ropes)  # again: another thread may have changed the cache
+        if storage.length != length:
+            raise RuntimeError(f"another thread has changed the cache: it held {length} tokens, and holds {storage.length} now")
+        segments = storage.all_segments(length - storage.base)
         before, behind = cut(segments, 0, low), cut(segments, high, length)
         _move(behind, low - high, ropes)
         if (<Segment>behind[-1]).frozen is None:
-            before = _frozen(buffer, before)  # the tables themselves go on after the gap
+            before = _frozen(storage, before)  # the tables themselves go on after the gap
         segments = [narrowed(<Segment>segment) for segment in before + behind]
         frozen = frozen_of(segments)
         live = [segment for segment in behind if (<Segment>segment).frozen is None][:1]  # others follow it in the same tables
         for segment in live:
-            for table in buffer.tables:
+            for table in storage.tables:
                 table.own(segment.first)
         if begin is not None:
             begin()
         for segment in live:
-            for table in buffer.tables:
+            for table in storage.tables:
                 table.drop_front(segment.first)
                 table.wipe_before(segment.first)
-        buffer.set_segments(segments, buffer.base - (high - low), ropes)
+        storage.set_segments(segments, storage.base - (high - low), ropes)
         _settle(frozen)
-        buffer._trim_surplus()
+        storage._trim_surplus()
     finally:
-        buffer._leave()
+        storage._leave()

@@ -108,7 +108,7 @@ cdef class BlockMap:
         return self.keeps(index) and index < self.end() and self.block(index) == block
 
     cdef bint is_in_one_piece(self) noexcept:
-        """Whether entry i is block i of the pool's first chunk, so that the tokens lie one after the other."""
+        """Whether entry i is block i of the pool's first slab, so that the tokens lie one after the other."""
         cdef Py_ssize_t i
         if self.count > self.pool.first_blocks:
             return False

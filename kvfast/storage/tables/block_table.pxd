@@ -23,7 +23,7 @@ cdef class BlockTable:
     cdef Py_ssize_t num_slots(self) noexcept nogil
     cdef Py_ssize_t num_held(self) noexcept nogil
     cdef bint holds(self, Py_ssize_t position) noexcept nogil
-    cdef int prepare(self, Py_ssize_t n) except -1
+    cdef int seal_full(self, Py_ssize_t n) except -1
     cdef int advance(self, Py_ssize_t n) except -1
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil

@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.codec.blocks cimport kv_context, kv_layout
 from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, write_rows
 from kvfast.core.arrays cimport Rows
 from kvfast.storage.memory.pool cimport BlockPool
@@ -59,7 +59,7 @@ cdef class BlockTable:
             return -1
         return self.map.block(index)
 
-    cdef int prepare(self, Py_ssize_t n) except -1:
+    cdef int seal_full(self, Py_ssize_t n) except -1:
         """The part of `advance` that can fail: seal the blocks that become full. Their codes are not read before `advance`."""
         cdef Py_ssize_t skipped = self.map.skipped
         if not self.pool.seals:
@@ -69,7 +69,7 @@ cdef class BlockTable:
         return self.states.seal(self.length, n, self.map.sink_blocks + skipped if skipped else 0)
 
     cdef int advance(self, Py_ssize_t n) except -1:
-        """Count tokens as complete, after `prepare`."""
+        """Count tokens as complete, after `seal_full`."""
         self.length += n
         self.release_evicted()
         if self.pool.seals:
@@ -256,31 +256,31 @@ cdef class BlockTable:
 
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
         """Append tokens to those of a layer. If a value cannot be stored, the table and its pool stay as they were."""
-        cdef kv_store *store = self.pool.stores + layer
+        cdef kv_layout *layout = self.pool.layouts + layer
         cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens
         cdef Py_ssize_t floats_begin = self.states.floats_begin, count = self.map.count
-        cdef Py_ssize_t num_chunks = max(<Py_ssize_t>1, self.pool.num_chunks)
+        cdef Py_ssize_t num_slabs = max(<Py_ssize_t>1, self.pool.num_slabs)
         cdef int64_t[::1] view
         cdef int64_t slot
         cdef list changes
-        check_rows(store, k, v)
+        check_rows(layout, k, v)
         if n > 1:
             view = np.empty(n, np.int64)
         if self.pool.index is not None and self.map.blocks_needed(first, first + n) > self.pool.num_free:
             self.ensure(self.map.blocks_needed(first, first + n))
-            check_storable(store, k, v, rotary, NULL)  # now, as a known block that is evicted does not come back
+            check_storable(layout, k, v, rotary, NULL)  # now, as a known block that is evicted does not come back
         changes = self._open(first, first + n)
         try:
             if n == 1:
                 slot = self.map.slot(first)
-                write_rows(store, k, v, rotary, &slot, True, True)
+                write_rows(layout, k, v, rotary, &slot, True, True)
             else:
                 for i in range(n):
                     view[i] = self.map.slot(first + i)
-                write_rows(store, k, v, rotary, &view[0], True, True)
+                write_rows(layout, k, v, rotary, &view[0], True, True)
         except BaseException:
             self._undo(changes, count, floats_begin)
-            if self.pool.num_chunks > num_chunks:
+            if self.pool.num_slabs > num_slabs:
                 self.pool.trim()
             if self.pool.secure:
                 for i in range(first // self.pool.block_size, self.map.end()):

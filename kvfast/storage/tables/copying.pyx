@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from kvfast.codec.blocks cimport k_block_at, kv_store, v_block_at
+from kvfast.codec.blocks cimport k_block_at, kv_layout, v_block_at
 from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport active, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_PIECE
@@ -14,9 +14,9 @@ from kvfast.storage.tables.block_table cimport BlockTable
 
 ctypedef struct kv_copy:
     const kv_kernels *kernels
-    const kv_store *source
+    const kv_layout *source
     const int32_t *from_blocks
-    const kv_store *target
+    const kv_layout *target
     const int32_t *to_blocks
     Py_ssize_t num_slots
     Py_ssize_t codes_end
@@ -53,7 +53,7 @@ cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_
     if source.pool.block_size != target.pool.block_size and (source.map.skipped or target.map.skipped):
         _copy_held(source, target)
     else:
-        copy_slots(source.pool.stores, source.map.blocks, target.pool.stores, target.map.blocks, target.pool.num_layers,
+        copy_slots(source.pool.layouts, source.map.blocks, target.pool.layouts, target.map.blocks, target.pool.num_layers,
                    source.num_slots(), source.states.slots_with_codes(source.length, source.longest()), may_stop)
     target.states.set_kept_codes(source.states.kept_codes_of_cut(source.longest()))
     target.states.set_patches(source.states.patches(source.length, source.longest()))
@@ -65,18 +65,18 @@ cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_
 cdef int _copy_floats(BlockTable source, BlockTable target, list pieces) except -1:
     """Copy the float rows of the pieces at these positions."""
     cdef Py_ssize_t position, longest = source.longest(), size = target.pool.block_size
-    cdef const kv_store *stores
+    cdef const kv_layout *layouts
     cdef int32_t piece
     cdef int64_t slot
     for position in pieces:
         slot = target.map.slot(position)
         target.pool.floats.add(<int32_t>(slot // size), slot % size, slot % size + KV_PIECE)
-        stores, piece = target.pool.floats.pieces.stores, target.pool.floats.float_of[slot // KV_PIECE]
+        layouts, piece = target.pool.floats.pieces.layouts, target.pool.floats.float_of[slot // KV_PIECE]
         if source.map.keeps(position // source.pool.block_size):
-            _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.map.slot(position) // KV_PIECE],
-                        stores, piece, target.pool.num_layers, min(longest - position, KV_PIECE))
+            _copy_piece(source.pool.floats.pieces.layouts, source.pool.floats.float_of[source.map.slot(position) // KV_PIECE],
+                        layouts, piece, target.pool.num_layers, min(longest - position, KV_PIECE))
         else:
-            _copy_piece(stores, piece, stores, piece, target.pool.num_layers, 0)  # zeros, which are never read
+            _copy_piece(layouts, piece, layouts, piece, target.pool.num_layers, 0)  # zeros, which are never read
     return 0
 
 
@@ -99,9 +99,9 @@ cdef void _copy_held_side(const kv_kernels *kernels, BlockTable source, BlockTab
     cdef bint values = task % 2
     cdef Py_ssize_t head = task // 2 % source.pool.num_kv_heads, layer = task // 2 // source.pool.num_kv_heads
     cdef Py_ssize_t size = source.pool.block_size, target_size = target.pool.block_size, entry, position, first
-    cdef const kv_store *store = source.pool.stores + layer
-    cdef const kv_store *into = target.pool.stores + layer
-    cdef const kv_side *side = &store.v if values else &store.k
+    cdef const kv_layout *layout = source.pool.layouts + layer
+    cdef const kv_layout *into = target.pool.layouts + layer
+    cdef const kv_side *side = &layout.v if values else &layout.k
     cdef const kv_side *target_side = &into.v if values else &into.k
     for entry in range(target.map.count):
         memset(_block(into, target.map.blocks[entry], head, values), 0, target_side.bytes)
@@ -109,12 +109,12 @@ cdef void _copy_held_side(const kv_kernels *kernels, BlockTable source, BlockTab
         first = (entry if entry < source.map.sink_blocks else entry + source.map.skipped) * size
         for position in range(first, min(first + size, source.lengths[layer])):
             if target.map.keeps(position // target_size):
-                kernels.copy_token(side, _block(store, source.map.blocks[entry], head, values), <int>(position - first), target_side,
+                kernels.copy_token(side, _block(layout, source.map.blocks[entry], head, values), <int>(position - first), target_side,
                                    _block(into, <int32_t>(target.map.slot(position) // target_size), head, values),
                                    <int>(position % target_size), values)
 
 
-cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv_store *target, const int32_t *to_blocks,
+cdef int copy_slots(const kv_layout *source, const int32_t *from_blocks, const kv_layout *target, const int32_t *to_blocks,
                     Py_ssize_t num_layers, Py_ssize_t num_slots, Py_ssize_t codes_end, bint may_stop) except -1:
     """Copy the first `num_slots` slots of a list of blocks to another list, and zero the rest of the last block.
 
@@ -142,8 +142,8 @@ cdef int _copy_side(void *shared, Py_ssize_t index, int thread, kv_watch *watch)
     cdef const int32_t *to_blocks = call.to_blocks
     cdef bint values = index % 2
     cdef Py_ssize_t heads = call.source.num_kv_heads, head = index // 2 % heads, slot, whole = 0, num_slots = call.num_slots
-    cdef const kv_store *source = call.source + index // 2 // heads
-    cdef const kv_store *target = call.target + index // 2 // heads
+    cdef const kv_layout *source = call.source + index // 2 // heads
+    cdef const kv_layout *target = call.target + index // 2 // heads
     cdef const kv_side *side = &source.v if values else &source.k
     cdef const kv_side *into = &target.v if values else &target.k
     if source.seals:
@@ -171,7 +171,7 @@ cdef int _copy_side(void *shared, Py_ssize_t index, int thread, kv_watch *watch)
     return 0
 
 
-cdef int _copy_piece(const kv_store *source, int32_t from_piece, const kv_store *target, int32_t to_piece,
+cdef int _copy_piece(const kv_layout *source, int32_t from_piece, const kv_layout *target, int32_t to_piece,
                      Py_ssize_t num_layers, Py_ssize_t count) except -1:
     """Copy the first `count` tokens of a piece of float rows to another piece, and zero the others."""
     cdef Py_ssize_t layer, head, used
@@ -187,5 +187,5 @@ cdef int _copy_piece(const kv_store *source, int32_t from_piece, const kv_store 
     return 0
 
 
-cdef inline char *_block(const kv_store *store, int32_t block, Py_ssize_t head, bint values) noexcept nogil:
-    return v_block_at(store, block, head) if values else k_block_at(store, block, head)
+cdef inline char *_block(const kv_layout *layout, int32_t block, Py_ssize_t head, bint values) noexcept nogil:
+    return v_block_at(layout, block, head) if values else k_block_at(layout, block, head)

@@ -127,7 +127,7 @@ cdef class TokenStates:
         return pieces + list(range(max(begin, KV_PIECE * len(first)), longest, KV_PIECE))
 
     cdef list patches(self, Py_ssize_t length, Py_ssize_t longest):
-        """Patched blocks, see `kv_store`: the index of each, and the number of its tokens that have codes. Queries still read all
+        """Patched blocks, see `kv_layout`: the index of each, and the number of its tokens that have codes. Queries still read all
         tokens from `floats_begin` on as float rows."""
         cdef Py_ssize_t size = self.pool.block_size, index, kept_codes
         if not self.pool.seals:

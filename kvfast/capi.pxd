@@ -48,6 +48,12 @@ cdef extern from "kvfast.h" nogil:
         int not_causal
         int num_splits
         int num_threads
+        Py_ssize_t attention_chunk_size
+        const Py_ssize_t *spans
+        Py_ssize_t num_spans
+        int clamp_spans
+        const Py_ssize_t *parents
+        Py_ssize_t num_parents
 
     ctypedef struct kvfast_shape:
         int num_layers, num_kv_heads, head_dim

@@ -170,7 +170,9 @@ cdef class Handle:
         cdef kv_request request
         cdef kv_team team
         table.context(layer, &context)
-        if LOGS or q.tokens > context.length or not _request_of(options, q, rope_q, out, &request):
+        if options.num_spans or options.num_parents or LOGS:
+            return False
+        if q.tokens > context.length or not _request_of(options, q, rope_q, out, &request):
             return False
         if misfit(&request, layout) != FITS or not has_finite_queries(&request):
             return False
@@ -227,7 +229,12 @@ cdef class Handle:
                 softcap=options.softcap, sliding_window=options.sliding_window or None,
                 num_sink_tokens=None if sinks == 0 else 0 if sinks == -1 else sinks,
                 sinks=_per_head(options.sinks, q.num_heads), alibi_slopes=_per_head(options.alibi_slopes, q.num_heads),
-                return_lse=options.lse != NULL, num_splits=options.num_splits, num_threads=options.num_threads or None)
+                return_lse=options.lse != NULL, num_splits=options.num_splits, num_threads=options.num_threads or None,
+                attention_chunk_size=options.attention_chunk_size or None,
+                spans=_integers(options.spans, options.num_spans, 2, "spans"), clamp_spans=options.clamp_spans,
+                parents=_integers(options.parents, options.num_parents, 1, "parents"))
+            if self.latent and (options.attention_chunk_size or options.num_spans or options.num_parents):
+                raise ValueError("attention_chunk_size, spans and parents must be 0 and NULL for latent rows")
             result = self.storage.attend(layer, queries, None, settings, rope if rope.rows.dim else None)
             if options.lse != NULL:
                 lse = result[1]
@@ -293,6 +300,15 @@ cdef object _per_head(const float *values, Py_ssize_t heads):
     return None if values == NULL else [values[i] for i in range(heads)]
 
 
+cdef list _integers(const Py_ssize_t *given, Py_ssize_t count, int width, str name):
+    """An array of an option, as Python has it: `count` rows of `width` numbers, or None."""
+    if count < 0 or (given == NULL and count > 0):
+        raise ValueError(f"{name} must point to num_{name} of them, got {count} and {'NULL' if given == NULL else 'an address'}")
+    if width == 1:
+        return [given[i] for i in range(count)] or None
+    return [[given[width * i + j] for j in range(width)] for i in range(count)] or None
+
+
 cdef inline Py_ssize_t _itemsize(int dtype) noexcept nogil:
     return 4 if dtype == KV_FLOAT32 else 2
 
@@ -325,7 +341,7 @@ cdef float _scale(const kvfast_options *options, const kv_rows *q, const kv_rows
 
 cdef bint _request_of(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q, const kv_rows *out,
                       kv_request *request) noexcept nogil:
-    """Convert the arguments of a call; False if the number of threads is invalid."""
+    """Convert the arguments of a call without spans and parents; False if they are invalid."""
     memset(request, 0, sizeof(kv_request))
     request.q, request.out, request.lse = q[0], out[0], options.lse
     if rope_q.dim:
@@ -334,8 +350,8 @@ cdef bint _request_of(const kvfast_options *options, const kv_rows *q, const kv_
     request.sinks, request.slopes = options.sinks, options.alibi_slopes
     request.window, request.num_splits, request.causal = options.sliding_window, options.num_splits, not options.not_causal
     request.num_sink_tokens = -1 if options.num_sink_tokens == 0 else max(options.num_sink_tokens, 0)
-    request.threads = most_threads(options.num_threads)
-    return 0 <= options.num_threads <= 1024
+    request.threads, request.chunk = most_threads(options.num_threads), options.attention_chunk_size
+    return 0 <= options.num_threads <= 1024 and (request.chunk == 0 or (request.chunk > 0 and request.causal and not rope_q.dim))
 
 
 cdef kvfast_cache *open(object cache) except NULL:

@@ -24,7 +24,7 @@
 #include <Python.h>
 #include <stddef.h>
 
-#define KVFAST_ABI 1 /* version of the structs; tables with the same number have their functions in the same places */
+#define KVFAST_ABI 2 /* version of the structs; tables with the same number have their functions in the same places */
 #define KVFAST_API 1 /* version of the functions; a table with a higher number has more of them, after the others */
 
 enum {
@@ -67,6 +67,12 @@ typedef struct {
     int not_causal;
     int num_splits;
     int num_threads;           /* 0: the number set by kvfast.set_num_threads */
+    ptrdiff_t attention_chunk_size; /* 0: none */
+    const ptrdiff_t *spans;    /* (num_spans, 2), a start and a stop of each, or NULL */
+    ptrdiff_t num_spans;
+    int clamp_spans;
+    const ptrdiff_t *parents;  /* (num_parents,) of the drafts, which are the last tokens, or NULL */
+    ptrdiff_t num_parents;
 } kvfast_options;
 
 /* What the blocks of a PagedKVCache are like. */

@@ -22,6 +22,8 @@ def attention(
     num_threads: int | None = ...,
     attention_chunk_size: int | None = ...,
     spans: ArrayLike | None = ...,
+    clamp_spans: bool = ...,
+    parents: ArrayLike | None = ...,
 ) -> NDArray[Any]: ...
 @overload
 def attention(
@@ -42,6 +44,8 @@ def attention(
     num_threads: int | None = ...,
     attention_chunk_size: int | None = ...,
     spans: ArrayLike | None = ...,
+    clamp_spans: bool = ...,
+    parents: ArrayLike | None = ...,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
 def merge_states(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike

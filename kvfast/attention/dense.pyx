@@ -34,7 +34,8 @@ cdef object _padded(object array):
 
 
 def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
-              sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None, spans=None):
+              sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None, spans=None,
+              clamp_spans=False, parents=None):
     """Fused attention on arrays, without a cache.
 
     Parameters
@@ -45,7 +46,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     v : array of shape (context, num_kv_heads, v_head_dim), float32, float16 or bfloat16
         Keys and values. They are read in place if their width is a multiple of 16 and the tokens lie one after the other, at
         most 1 MiB apart; otherwise they are copied first.
-    out, scale, causal, ... spans
+    out, scale, causal, ... parents
         As in `kvfast.KVCache.attend`.
 
     Returns
@@ -86,13 +87,14 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     layout.base = keys.rows.data
     context.length = keys.rows.tokens
     request = open_request(&layout, q, Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
-                                              return_lse, num_splits, num_threads, attention_chunk_size, spans))
+                                              return_lse, num_splits, num_threads, attention_chunk_size, spans, clamp_spans, parents))
     check_apart(&request.c.out, &given_keys.rows, "k")
     check_apart(&request.c.out, &given_values.rows, "v")
     if request.c.q.tokens > context.length:
         raise ValueError(f"q must hold at most the {context.length} tokens of k and v, got {request.c.q.tokens}")
     plan = open_plan(request, &layout, Workspace(), 1)
     plan.use_spans(request.spans, "spans", context.length)
+    plan.use_parents(request.parents, "parents", request.c.q.tokens)
     plan.ask(&context, 0, request.c.q.tokens)
     plan.add(&context, 0, request.c.q.tokens, 0, 0)
     return run_plan(request, plan)

@@ -10,13 +10,16 @@ cdef class Options:
 
     def __init__(self, out=None, scale=None, bint causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
                  sinks=None, alibi_slopes=None, bint return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None,
-                 spans=None):
+                 spans=None, bint clamp_spans=False, parents=None):
         self.out, self.scale, self.causal, self.softcap = out, scale, causal, softcap
         self.sliding_window, self.sinks, self.alibi_slopes = sliding_window, sinks, alibi_slopes
         self.num_sink_tokens = self.made_for = -1  # not given
         if num_sink_tokens is not None:
             self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0)
         self.return_lse, self.num_splits, self.num_threads, self.spans = return_lse, num_splits, num_threads, spans
+        self.clamp_spans, self.parents = clamp_spans, parents
+        if parents is not None and (spans is not None or not causal):
+            raise ValueError("parents need causal=True and spans=None: a draft sees its ancestors alone")
         if spans is not None and not causal:
             raise ValueError("spans need causal=True, got causal=False, with which every query sees all keys")
         self.attention_chunk_size = 0  # none

@@ -4,13 +4,14 @@ cimport cython
 import numpy as np
 
 from libc.math cimport INFINITY
-from libc.stdint cimport uint16_t
+from libc.stdint cimport int64_t, uint16_t, uint64_t
 from libc.string cimport memset
 
 from kvfast.attention.cuts cimport begin_of, bytes_of, choose_tile, cut_alike, cut_rows, split_tokens
 from kvfast.attention.families cimport NO_PACKED_PANELS
 from kvfast.attention.request cimport Request, kv_request
-from kvfast.attention.tasks cimport kv_add_item, kv_call, kv_cut_context, kv_given, kv_item, kv_keys, kv_partial_floats, kv_query
+from kvfast.attention.tasks cimport (kv_add_item, kv_call, kv_count_bits, kv_cut_context, kv_given, kv_item, kv_keys, kv_partial_floats,
+                                     kv_query)
 from kvfast.attention.workspace cimport DECODED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, Workspace
 from kvfast.codec.blocks cimport kv_context, kv_layout, values_of
 from kvfast.core.checks cimport check_integers
@@ -25,6 +26,8 @@ cdef enum:
     # (bench/studies/bench_splice.py).
     LEAST_JOINED_TASKS = 8
     LEAST_JOINED_PANELS = 4
+    # Drafts of a tree: the bits of a word.
+    MOST_DRAFTS = 64
 
 
 cdef Plan open_plan(Request request, const kv_layout *layout, Workspace workspace, Py_ssize_t contexts):
@@ -52,7 +55,7 @@ cdef class Plan:
         memset(&self.given, 0, sizeof(kv_given))
         self.work = self.context = self.uncounted = 0
         self.wide = self.packed = self.bad = False
-        self.num_spans = 0
+        self.num_spans = self.num_drafts = 0
         self.given.request, self.given.layout, self.given.bad = request[0], layout, &self.bad
         self.call.given, self.call.kernels, self.call.values, self.call.sinks = &self.given, active(), values_of(layout), request.sinks
         self.call.num_q_heads, self.call.group = request.q.heads, <int>(request.q.heads // layout.num_kv_heads)
@@ -94,11 +97,36 @@ cdef class Plan:
         self.num_spans = self.spans.shape[0]
         return 0
 
+    cdef int use_parents(self, object parents, str name, Py_ssize_t num_queries) except -1:
+        """Let the last of `num_queries` queries be a tree of drafts, in the next `ask`."""
+        cdef const int64_t[::1] view
+        cdef uint64_t[::1] ancestors
+        cdef Py_ssize_t i
+        self.num_drafts = 0
+        given = np.asarray(() if parents is None else parents)
+        if given.shape == (0,):
+            return 0
+        view = check_integers(given, name, np.int64, 1)
+        if view.shape[0] > min(num_queries, <Py_ssize_t>MOST_DRAFTS):
+            raise ValueError(f"{name} must have at most {MOST_DRAFTS} drafts, and no more than the {num_queries} tokens of q, got "
+                             f"{view.shape[0]}")
+        ancestors = np.zeros(view.shape[0], np.uint64)
+        for i in range(view.shape[0]):
+            if not -1 <= view[i] < i:
+                raise ValueError(f"{name} must be -1 or a draft before its child, got {view[i]} for draft {i}")
+            ancestors[i] = (<uint64_t>1 << i) | (ancestors[view[i]] if view[i] >= 0 else 0)
+        self.ancestors, self.num_drafts = ancestors, view.shape[0]
+        return 0
+
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
         """Set which positions each query sees. `num_queries` from `first_query` on are the last tokens of the context."""
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, tree = context.length - self.num_drafts, position
         for i in range(num_queries):
-            self.sees(self.call.queries + first_query + i, context.length - num_queries + i, context.length)
+            position = context.length - num_queries + i
+            if position < tree or self.num_drafts == 0:
+                self.sees(self.call.queries + first_query + i, position, context.length)
+            else:
+                self.sees_tree(self.call.queries + first_query + i, tree, self.ancestors[position - tree])
             self.call.queries[first_query + i].token = first_query + i
         self.context += context.length
 
@@ -112,9 +140,29 @@ cdef class Plan:
             query.start = max(query.start, position // chunk * chunk)
         for i in range(self.num_spans):
             if self.spans[i, 0] <= position < self.spans[i, 1]:
-                query.start, query.stop = min(query.start, <Py_ssize_t>self.spans[i, 0]), max(query.stop, <Py_ssize_t>self.spans[i, 1])
+                query.stop = max(query.stop, <Py_ssize_t>self.spans[i, 1])
+                if not self.given.request.clamp_spans:
+                    query.start = min(query.start, <Py_ssize_t>self.spans[i, 0])
         query.sink_stop = min(max(self.given.request.num_sink_tokens, 0), query.start)
         query.parts = 0
+        query.ancestors = 0
+
+    cdef void sees_tree(self, kv_query *query, Py_ssize_t tree, uint64_t ancestors) noexcept nogil:
+        """Set what a draft sees: positions before `tree`, where the drafts begin, and its ancestors. Its depth is its position."""
+        cdef Py_ssize_t depth = kv_count_bits(ancestors) - 1, _hidden
+        self.sees(query, tree + depth, tree + depth + 1)
+        query.tree, query.stop = tree, tree
+        for _hidden in range(query.start - tree):  # ancestors before a window or a chunk
+            ancestors &= ancestors - 1
+        if query.start > tree:
+            query.start = tree
+        else:
+            while ancestors >> (query.stop - tree) & 1:  # those that follow each other from the first on are as causal tokens
+                ancestors ^= <uint64_t>1 << (query.stop - tree)
+                query.stop += 1
+                if query.stop - tree == MOST_DRAFTS:
+                    break
+        query.ancestors = ancestors
 
     cdef void add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
                  int part) noexcept nogil:
@@ -125,19 +173,20 @@ cdef class Plan:
         """
         cdef kv_item *item
         cdef kv_query *first
-        cdef kv_query *last
-        cdef Py_ssize_t n
+        cdef Py_ssize_t n, i, end
         while num_queries:
             first, n = self.call.queries + first_query, num_queries
             if self.given.request.causal and num_queries <= KV_FEW_QUERIES:
                 n = 1
                 while n < num_queries and cut_alike(&self.call, first, first + n, begin):
                     n += 1
-            last = first + n - 1
+            end = 0
+            for i in range(n):
+                end = max(end, first[i].stop)
             item = self.open_item(context)
             item.first_query, item.num_queries, item.part = first_query, n, part
             item.begin = begin_of(first, begin)
-            self.close(item, last.stop)
+            self.close(item, max(end, item.begin + 1))  # a draft may see nothing before its tree
             first_query += n
             num_queries -= n
 

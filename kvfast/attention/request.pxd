@@ -20,6 +20,7 @@ ctypedef struct kv_request:
     Py_ssize_t chunk           # attention_chunk_size; 0: none
     Py_ssize_t num_splits      # 0: as many as are fast
     bint causal
+    bint clamp_spans           # tokens of a span see no key before their window or chunk
     int threads                # that may work, at most
 
 
@@ -39,7 +40,7 @@ cdef class Request:
     cdef kv_request c
     cdef Rows q, sink_q, rope_q, target
     cdef object out, lse, sinks, slopes, num_threads
-    cdef object spans          # as given, of the sequence or of each sequence of a batch; see `Plan.use_spans`
+    cdef object spans, parents  # as given, of the sequence or of each sequence of a batch; see `Plan.use_spans` and `Plan.use_parents`
 
 
 cdef kv_misfit misfit(const kv_request *request, const kv_layout *layout) noexcept nogil

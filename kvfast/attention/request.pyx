@@ -88,7 +88,7 @@ cdef Request open_request(const kv_layout *layout, object q, Options options, ob
     if options.sliding_window is not None:
         c.window = check_count(options.sliding_window, "sliding_window", 1)
     c.num_sink_tokens, c.chunk, c.causal = options.num_sink_tokens, options.attention_chunk_size, options.causal
-    self.spans = options.spans
+    c.clamp_spans, self.spans, self.parents = options.clamp_spans, options.spans, options.parents
     c.num_splits = check_count(options.num_splits, "num_splits", 0, 1 << 30)
     if options.sinks is not None:
         self.sinks = view = check_per_head(options.sinks, "sinks", c.q.heads)

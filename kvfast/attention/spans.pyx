@@ -1,7 +1,10 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """What a task reads of an item: which positions its rows see, and which of a span it reads from codes, and which from float rows: the
 first tokens, the newest, and those of patched blocks."""
-from kvfast.attention.tasks cimport given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_task, own_of
+from libc.stdint cimport uint64_t
+
+from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_count_bits, kv_first_bit, kv_given, kv_item, kv_own, kv_query,
+                                     kv_query_of, kv_task, own_of)
 from kvfast.attention.tiles cimport attend_range, kv_range, load, step_of, touch, touch_first_floats, touch_sinks
 from kvfast.codec.blocks cimport block_of, kv_context, kv_layout, patched_from
 from kvfast.core.limits cimport KV_TASK_ROWS
@@ -82,6 +85,39 @@ cdef void read(kv_task *task) noexcept nogil:
         load(task, &given.request.q)
     if begin < end:
         _attend_span(task, begin, end, own.starts, own.stops, NULL)
+    if item.members == NULL and task.split == item.splits - 1:
+        _read_tree(task)
+
+
+cdef void _read_tree(kv_task *task) noexcept nogil:
+    """Read what the task's rows see of a tree besides: in each pass, those ancestors of a row that follow each other."""
+    cdef kv_own *own = own_of(task)
+    cdef const kv_query *query
+    cdef Py_ssize_t begin = 0, end, depth, step = step_of(task)
+    cdef uint64_t all_ancestors = 0
+    cdef int r, first, count
+    for r in range(task.rows):
+        own.ancestors[r] = task.call.queries[own.tokens[r]].ancestors
+        all_ancestors |= own.ancestors[r]
+    while all_ancestors:
+        end = 0
+        for r in range(task.rows):
+            own.starts[r] = own.stops[r] = 0
+            if own.ancestors[r] == 0:
+                continue
+            query = task.call.queries + own.tokens[r]
+            first = kv_first_bit(own.ancestors[r])
+            count = kv_first_bit(~(own.ancestors[r] >> first))
+            # Ancestors follow each other in depth, down to the draft itself. So the distance of these is that of their depths.
+            depth = query.position - query.tree + 1 - kv_count_bits(own.ancestors[r])
+            own.query_at[r] = query.position + first - depth
+            own.starts[r], own.stops[r] = query.tree + first, query.tree + first + count
+            own.ancestors[r] &= ~(((<uint64_t>1 << (count - 1) << 1) - 1) << first)
+            begin = own.starts[r] if end == 0 else min(begin, own.starts[r])
+            end = max(end, own.stops[r])
+        if end == 0:
+            return
+        _attend_span(task, begin // step * step, end, own.starts, own.stops, NULL)
 
 
 cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,

@@ -1,5 +1,5 @@
 """The walk of attention, which ``walk/`` has in C, and the structs of kvfast's own source of rows."""
-from libc.stdint cimport int32_t, int64_t, uint16_t
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 
 from kvfast.attention.request cimport kv_request
 from kvfast.codec.blocks cimport kv_context, kv_layout
@@ -9,6 +9,15 @@ from kvfast.core.kernels cimport (kv_kernels, kv_room, kv_rope_scratch, kv_score
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
 
 
+cdef extern from *:
+    """
+    static inline int kv_count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
+    static inline int kv_first_bit(uint64_t bits) { return bits ? __builtin_ctzll(bits) : 64; }
+    """
+    int kv_count_bits(uint64_t bits) noexcept nogil
+    int kv_first_bit(uint64_t bits) noexcept nogil
+
+
 cdef extern from "attention/walk/walk.h" nogil:
     ctypedef struct kv_call
     ctypedef struct kv_task
@@ -16,6 +25,8 @@ cdef extern from "attention/walk/walk.h" nogil:
     ctypedef struct kv_query:
         Py_ssize_t token, position, sink_stop, start, stop, partial
         int parts
+        uint64_t ancestors
+        Py_ssize_t tree
 
     ctypedef struct kv_item:
         const void *keys           # a kv_keys
@@ -104,6 +115,7 @@ ctypedef struct kv_own:
     Py_ssize_t from_floats[KV_TASK_ROWS]   # of a span: where each row begins to read float rows,
     Py_ssize_t lower[KV_TASK_ROWS]         # and what it sees of a range
     Py_ssize_t upper[KV_TASK_ROWS]
+    uint64_t ancestors[KV_TASK_ROWS]       # what each row has still to see of a tree
     kv_rope_scratch *rope      # or NULL
     uint16_t *decoded          # or NULL
     float slopes[KV_TASK_ROWS]

@@ -232,6 +232,8 @@ class PagedKVCache(PagedStorage, StorageProperties):
         num_threads: int | None = None,
         attention_chunk_size: int | None = None,
         spans: Any = None,
+        clamp_spans: bool = False,
+        parents: Any = None,
     ) -> Any:
         """Attention of a ragged batch, prompts and single tokens mixed.
 
@@ -253,10 +255,10 @@ class PagedKVCache(PagedStorage, StorageProperties):
             Read blocks that several sequences share only once (from 256 shared tokens on, and not with a sliding
             window or chunks). The result differs by rounding.
         out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, \
-        num_threads, attention_chunk_size
+        num_threads, attention_chunk_size, clamp_spans
             As in `KVCache.attend`. In a pool with a window, the window and sinks of the pool are the defaults and the
             largest values allowed.
-        spans : list with one entry per sequence, optional
+        spans, parents : list with one entry per sequence, optional
             As in `KVCache.attend`, or None for a sequence without them.
 
         Returns
@@ -283,6 +285,8 @@ class PagedKVCache(PagedStorage, StorageProperties):
             num_threads,
             attention_chunk_size,
             spans,
+            clamp_spans,
+            parents,
         )
         return self._batches.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)
 
@@ -305,6 +309,8 @@ class PagedKVCache(PagedStorage, StorageProperties):
         num_threads: int | None = None,
         attention_chunk_size: int | None = None,
         spans: Any = None,
+        clamp_spans: bool = False,
+        parents: Any = None,
     ) -> AttendPlan:
         """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
@@ -313,7 +319,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         layer, q, num_q_heads, dtype
             As in `KVCache.explain`.
         sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, sliding_window, num_sink_tokens, num_splits, \
-        num_threads, attention_chunk_size, spans
+        num_threads, attention_chunk_size, spans, clamp_spans, parents
             As in `attend_batch`.
 
         Returns
@@ -328,6 +334,8 @@ class PagedKVCache(PagedStorage, StorageProperties):
             num_threads=num_threads,
             attention_chunk_size=attention_chunk_size,
             spans=spans,
+            clamp_spans=clamp_spans,
+            parents=parents,
         )
         return self._batches.explain_batch(
             layer, q, num_q_heads, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade

@@ -123,14 +123,17 @@ class RingKVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
     def _rotated(self, layer, q, options):
         if self._rope is None:
             return q, None
-        if options.attention_chunk_size or options.spans is not None:
-            name = "attention_chunk_size" if options.attention_chunk_size else "spans"
-            raise ValueError(f"{name} must be None in a ring with a rope, whose windows move with the queries")
+        if options.attention_chunk_size:
+            raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
+        if options.parents is not None:
+            raise ValueError("parents must be None in a ring with a rope, which has rotated each draft for its row")
         n, length = _num_tokens(q), self.layer_length(layer)
         options.made_for = length
         first = max(0, length - n)
         at_window = rotated(q, *self._rope(first, n), self._interleaved)
         window, num_sink_tokens = options.window_or(self._settings["windows"][layer]), options.sinks_or(self.num_sink_tokens)
+        if options.spans is not None and window is not None and not options.clamp_spans:
+            _check_spans(options.spans, window)
         if window is None or not num_sink_tokens or length <= window:
             return at_window, None
         # The last position in a cache that holds the sinks and the window up to the query.
@@ -171,3 +174,14 @@ def _num_tokens(array):
     """Rows of an array, at least 1: arrays without rows are refused later, in `open_rows`."""
     shape = np.shape(array)
     return max(1, shape[0]) if shape else 1
+
+
+def _check_spans(spans, window):
+    """Refuse spans that reach before the window of a query, whose sinks lie directly before it. What is wrong otherwise is told later."""
+    spans = np.asarray(spans)
+    longest = int(np.diff(spans).max()) if spans.ndim == 2 and spans.shape[1] == 2 and spans.dtype.kind in "iu" and len(spans) else 0
+    if longest > window:
+        raise ValueError(
+            f"spans must not be longer than the window of {window} tokens in a ring with a rope, whose sinks lie directly before the window, "
+            f"got {longest}: pass clamp_spans=True"
+        )

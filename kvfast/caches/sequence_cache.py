@@ -124,6 +124,8 @@ class SequenceCache:
         num_threads: int | None = None,
         attention_chunk_size: int | None = None,
         spans: ArrayLike | None = None,
+        clamp_spans: bool = False,
+        parents: ArrayLike | None = None,
     ) -> Any:
         """Attention of the last tokens to all tokens of a layer, computed on the stored bytes.
 
@@ -162,6 +164,13 @@ class SequenceCache:
             Starts and stops of positions whose tokens see each other, such as the tokens of an image (Gemma 3, PaliGemma) or of a
             prefix. All tokens of a span must be appended before its queries attend. Such a query also sees all that it sees
             without spans.
+        clamp_spans : bool
+            If True, the tokens of a span see no key before their own window or chunk, as Gemma 4 has it. It matters for spans that are
+            longer than these.
+        parents : integers of shape (num_drafts,), optional
+            The last tokens are a tree of drafts, at most 64: the parent of each is an earlier draft, or -1 for the last token before
+            the tree. A draft sees the tokens before the tree, its own ancestors and itself. Its position is its depth in the
+            tree: windows, chunks and `alibi_slopes` go by it, and the keys must have been rotated for it.
 
         Returns
         -------
@@ -186,6 +195,8 @@ class SequenceCache:
             num_threads,
             attention_chunk_size,
             spans,
+            clamp_spans,
+            parents,
         )
         return self._storage.attend(layer, *self._rotated(layer, q, options), options)
 
@@ -203,6 +214,8 @@ class SequenceCache:
         num_threads: int | None = None,
         attention_chunk_size: int | None = None,
         spans: ArrayLike | None = None,
+        clamp_spans: bool = False,
+        parents: ArrayLike | None = None,
     ) -> AttendPlan:
         """Plan of the `attend` call without running it: kernels, tasks, threads, bytes to read, and slow paths.
 
@@ -215,7 +228,7 @@ class SequenceCache:
             Query heads, if `q` is a number of tokens; one for each KV head by default.
         dtype : str or dtype
             dtype of the queries, if `q` is not an array.
-        causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size, spans
+        causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size, spans, clamp_spans, parents
             As in `attend`.
 
         Returns
@@ -245,6 +258,8 @@ class SequenceCache:
             num_threads=num_threads,
             attention_chunk_size=attention_chunk_size,
             spans=spans,
+            clamp_spans=clamp_spans,
+            parents=parents,
         )
         return self._storage.explain(layer, q, num_q_heads, dtype, options)
 

@@ -1,6 +1,6 @@
 """kvfast in Hugging Face transformers: a cache for ``generate``, and attention straight on its bytes.
 
-    masks, received -> rows -> attention -> layers -> cache
+    spans -> masks, received -> rows -> attention -> layers -> cache
 
 >>> import kvfast.transformers
 >>> from transformers import AutoModelForCausalLM

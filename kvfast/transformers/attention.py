@@ -5,9 +5,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvfast.transformers.masks import LazyMask, lazy_mask
+from kvfast.transformers.masks import LazyMask, MatrixMask, lazy_mask
 from kvfast.transformers.received import Received
 from kvfast.transformers.rows import EVERYTHING
+from kvfast.transformers.spans import UnknownMaskError
 
 NAME = "kvfast"
 
@@ -53,16 +54,19 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     Raises
     ------
     ValueError
-        For what kvfast cannot compute: masks that are more than causal, a window or chunks, and padding; biases; dropout.
+        For what kvfast cannot compute: masks that are more than causal, a window or chunks, spans of tokens that see each other, and
+        padding; biases; dropout.
     """
     if not isinstance(key, Received) and not isinstance(value, Received):
         return _without_cache(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, is_causal, others)
     rows, layer = _place(module, key, value)
     window, chunk = rows.windows[layer], rows.chunks[layer]
-    _check(module, query, attention_mask, window, chunk, dropout, is_causal, others)
+    if attention_mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise _not_computed(module, "bidirectional attention")
+    _check(module, query, window or chunk, dropout, others)
     if rows.awaits(layer):
         rows.fit(layer, key, value, True)
-    parts = rows.parts(layer, query.shape[2], attention_mask)
+    parts, of_rows = _looked_at(module, rows, layer, query.shape[2], attention_mask)
     if rows.awaits(layer):  # not where another layer reads what this one stored, or the same one a second time
         if query.shape[2] != key.tensor.shape[2]:
             raise ValueError(f"{type(module).__name__} brings {key.tensor.shape[2]} keys and {query.shape[2]} queries")
@@ -81,17 +85,17 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         "num_threads": torch.get_num_threads(),
         "attention_chunk_size": chunk,
     }
-    for row, part, q, out in zip(rows.rows, parts, as_numpy(query), as_numpy(output)):
+    for row, part, own, q, out in zip(rows.rows, parts, of_rows, as_numpy(query), as_numpy(output)):
         q = q.transpose(1, 0, 2)
         if isinstance(part, slice):
             if part is not EVERYTHING:
                 out[...] = 0  # rows of padding are never read, but must be finite
-            row.attend(layer, q[part], out=out[part], **options)
+            row.attend(layer, q[part], out=out[part], **options, **own)
             continue
         out[...] = 0
         last = -1 if part is None else part[-1]
         if part is not None:
-            out[part] = row.attend(layer, q[part], out=np.empty((len(part), *out.shape[1:]), out.dtype), **options)
+            out[part] = row.attend(layer, q[part], out=np.empty((len(part), *out.shape[1:]), out.dtype), **options, **own)
         _attend_behind(row, layer, q[last + 1 :], out[last + 1 :], options)
     return output, None
 
@@ -127,29 +131,39 @@ def _check_positions(positions, before):
         )
 
 
-def _check(module, query, mask, window, chunk, dropout, is_causal, others):
-    """Refuse what kvfast would not compute as the model means it."""
-    if chunk:
-        window = None
+def _looked_at(module, rows, layer, n, mask):
+    """Which of the `n` new tokens each row has, and what `attend` needs to see what the mask shows them: options of each row."""
+    try:
+        mask = rows.matrix = mask if mask is None or isinstance(mask, LazyMask) else _matrix_of(rows, layer, n, mask)
+        parts = rows.parts(layer, n, mask)
+        return parts, [{}] * len(parts) if mask is None else mask.options(rows, layer)
+    except UnknownMaskError as error:
+        raise ValueError(
+            f"kvfast knows causal masks with a sliding window or chunks, spans of tokens that see each other, and padding, and the mask "
+            f'of {type(module).__name__} is another one: {error}. Use attn_implementation="sdpa"'
+        ) from None
+
+
+def _matrix_of(rows, layer, n, tensor):
+    """The mask of a tensor, which layers share."""
+    if isinstance(rows.matrix, MatrixMask) and rows.matrix.tensor is tensor:
+        return rows.matrix
+    return MatrixMask(tensor, rows.kept(layer)[:, : rows.seen[layer] - n])
+
+
+def _check(module, query, size, dropout, others):
+    """Refuse what kvfast would not compute as the model means it; `size` is that of the layer's window or chunks."""
     if query.requires_grad:
         raise RuntimeError("KVFastCache has no gradients: call the model under torch.no_grad(), as generate does")
-    if mask is not None and not isinstance(mask, LazyMask):
-        raise ValueError(
-            f"kvfast cannot apply a mask of its own making, got one of shape {tuple(mask.shape)}: give generate the 2D "
-            f'attention_mask of padding, or use attn_implementation="sdpa"'
-        )
-    if mask is not None and not (mask.is_causal and (mask.sliding_window, mask.chunk) == (window, chunk)):
-        raise ValueError(
-            "kvfast knows causal masks with a sliding window or chunks and padding, and this model asks for more in "
-            f'{type(module).__name__}: use attn_implementation="sdpa"'
-        )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unknown = [name for name, given in others.items() if name not in _HARMLESS and given is not None and given is not False]
-    if others.get("sliding_window") == (window or chunk):
+    if others.get("sliding_window") == size:
         unknown = [name for name in unknown if name != "sliding_window"]
-    if not causal or dropout or unknown:
-        what = "bidirectional attention" if not causal else f"dropout of {dropout}" if dropout else ", ".join(unknown)
-        raise ValueError(f'{type(module).__name__} asks for {what}, which kvfast does not compute: use attn_implementation="sdpa"')
+    if dropout or unknown:
+        raise _not_computed(module, f"dropout of {dropout}" if dropout else ", ".join(unknown))
+
+
+def _not_computed(module, what):
+    return ValueError(f'{type(module).__name__} asks for {what}, which kvfast does not compute: use attn_implementation="sdpa"')
 
 
 def _without_cache(module, query, key, value, mask, scaling, dropout, softcap, s_aux, is_causal, others):

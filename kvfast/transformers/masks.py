@@ -1,16 +1,25 @@
 """What transformers asks of a mask, kept as it was asked.
 
 Models make one mask per kind of layer and step and hand it to every attention. kvfast needs no matrix: it needs to know
-that a mask is causal, with which window, and which tokens are padding. Where another attention takes over, the matrix is
-made from the same arguments.
+that a mask is causal, with which window, which tokens are padding, and which see each other. Where another attention takes
+over, the matrix is made from the same arguments.
 """
 
+import numpy as np
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from kvfast.transformers.spans import UnknownMaskError, recognise
 
-class LazyMask:
+# Elements of a matrix that are made at a time where it is only looked at.
+_FEW_ELEMENTS = 1 << 22
+
+
+class LazyMask(torch.Tensor):
     """A mask that is not computed until it is needed as a matrix.
+
+    It is a tensor of its shape, (batch, 1, q_length, tokens), because models whose text part has a model of its own hand on what
+    is one. Only the shape can be read.
 
     Attributes
     ----------
@@ -30,10 +39,16 @@ class LazyMask:
         What `Rows.parts` made of it, and whose.
     """
 
-    __slots__ = ("_arguments", "_matrix", "chunk", "is_causal", "padding", "parts", "q_length", "q_offset", "sliding_window", "width")
+    @classmethod
+    def of(cls, arguments):
+        """The mask of some arguments of `lazy_mask`."""
+        shape = arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"]
+        self = torch.Tensor._make_subclass(cls, torch.empty((), dtype=torch.bool).expand(*map(int, shape)))
+        self._read(arguments)
+        return self
 
-    def __init__(self, arguments):
-        self._arguments, self._matrix = arguments, self  # the mask itself: not made yet
+    def _read(self, arguments):
+        self._arguments, self._matrix, self._recognised = arguments, self, {}  # the mask itself: not made yet
         self.q_offset, self.q_length = int(arguments["q_offset"]), int(arguments["q_length"])
         given = arguments["attention_mask"]
         self.width = None if given is None else given.shape[-1]
@@ -52,10 +67,32 @@ class LazyMask:
             self._matrix = sdpa_mask(**self._arguments)
         return self._matrix
 
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _not_a_tensor(f"reads its {name}")
+    def options(self, rows, layer):
+        """What `attend` needs to compute the same for each row of the batch. A matrix is looked at once for all layers of a kind."""
+        kind = rows.pattern(layer)
+        if self.is_causal and kind == (self.sliding_window, self.chunk):
+            return [{}] * len(rows.rows)
+        if self.is_causal:
+            raise UnknownMaskError(
+                f"it is for a window of {self.sliding_window} and chunks of {self.chunk}, and the layer has {kind[0]} and {kind[1]}"
+            )
+        if kind not in self._recognised:
+            first = rows.first_seen(
+                layer, self.q_offset + 1
+            )  # transformers' own caches have no more, and so their attention sees no more
+            self._recognised[kind] = recognise(self._blocks(), rows.kept(layer), *kind, first)
+        return self._recognised[kind]
+
+    def __repr__(self):
+        return f"LazyMask({self.q_length} queries after {self.q_offset} tokens)"
+
+    def _blocks(self):
+        """The matrix without padding, some queries at a time."""
+        arguments = self._arguments | {"attention_mask": None, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        step = max(1, _FEW_ELEMENTS // (arguments["batch_size"] * arguments["kv_length"]))
+        for first in range(0, self.q_length, step):
+            size = {"q_offset": self.q_offset + first, "q_length": min(step, self.q_length - first)}
+            yield sdpa_mask(**arguments | size)[:, 0].numpy()
 
     def __getitem__(self, index):
         """The mask of the last queries: models whose last layers keep nothing ask for it, as ``mask[:, :, -n:, :]``."""
@@ -64,12 +101,63 @@ class LazyMask:
             queries = index[2]
             if isinstance(queries, slice) and (queries.stop, queries.step) == (None, None) and (queries.start or 0) <= 0:
                 dropped = queries.indices(self.q_length)[0]
-                return LazyMask(self._arguments | {"q_length": self.q_length - dropped, "q_offset": self.q_offset + dropped})
+                return LazyMask.of(self._arguments | {"q_length": self.q_length - dropped, "q_offset": self.q_offset + dropped})
         raise _not_a_tensor("takes a part of it")
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), others=None):
-        raise _not_a_tensor(f"calls {getattr(function, '__name__', function)} with it")
+        if function == torch.Tensor.shape.__get__:
+            return super().__torch_function__(function, types, arguments, others or {})
+        name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
+        raise _not_a_tensor(f"calls {name} of it")
+
+
+class MatrixMask:
+    """A mask that came as a matrix, and has to be looked at; attributes as those of `LazyMask`.
+
+    Parameters
+    ----------
+    tensor : tensor of shape (batch, heads, q_length, tokens), bool or float
+        True or 0 for what a query sees. One row and one head may stand for all.
+    known : ndarray of shape (batch, q_offset), bool
+        False for padding among the tokens before.
+
+    Raises
+    ------
+    UnknownMaskError
+        If it adds to scores, or if heads differ.
+    """
+
+    __slots__ = ("_recognised", "_seen", "padding", "parts", "q_length", "q_offset", "tensor", "width")
+
+    def __init__(self, tensor, known):
+        self.tensor, self.parts, self.width, self._recognised = tensor, (None, None), None, {}
+        if tensor.ndim != 4 or tensor.shape[0] not in (1, len(known)):
+            raise UnknownMaskError(f"it has the shape {tuple(tensor.shape)}")
+        seen = tensor
+        if tensor.dtype is not torch.bool:
+            seen = tensor == 0
+            if not tensor.is_floating_point() or not (seen | (tensor <= torch.finfo(tensor.dtype).min)).all():
+                raise UnknownMaskError("it adds numbers to scores")
+        if not (seen == seen[:, :1]).all():
+            raise UnknownMaskError("its heads differ")
+        self._seen = seen[:, 0].expand(len(known), -1, -1).numpy()
+        self.q_length, tokens = self._seen.shape[1:]
+        self.q_offset = tokens - self.q_length
+        new = self._seen[:, :, -self.q_length :].any(1)  # what no query sees, itself included, is padding
+        later = np.logical_or.accumulate(new[:, ::-1], axis=1)[:, ::-1]
+        if (wrong := ~new & later & self._seen.any(2)).any():
+            row, query = np.argwhere(wrong)[0]
+            raise UnknownMaskError(f"no token sees token {self.q_offset + query} of row {row}, which sees others")
+        padding = np.concatenate((known[:, : self.q_offset], new), 1)
+        self.padding = None if padding.all() else padding
+
+    def options(self, rows, layer):
+        """As `LazyMask.options`."""
+        kind = rows.pattern(layer)
+        if kind not in self._recognised:
+            self._recognised[kind] = recognise([self._seen], rows.kept(layer), *kind)
+        return self._recognised[kind]
 
 
 def _not_a_tensor(what):
@@ -101,7 +189,7 @@ def lazy_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function, attention_mask=None, **others
 ):
     """What ``AttentionMaskInterface`` calls for ``attn_implementation="kvfast"``; the arguments are its own."""
-    return LazyMask(
+    return LazyMask.of(
         {
             "batch_size": batch_size,
             "q_length": q_length,

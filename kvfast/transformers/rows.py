@@ -27,6 +27,8 @@ class Rows:
     rows : list of KVCache or RingKVCache
     seen : list of int
         For each layer the tokens that came, padding included: what transformers counts.
+    matrix : MatrixMask, LazyMask or None
+        The mask that came last; layers share it.
     """
 
     def __init__(self, numbers, windows, chunks, configured, settings, max_seq_len, rollback):
@@ -47,6 +49,7 @@ class Rows:
             self._shapes, self._unseen, self._stored = None, set(self._kinds), []
         self.seen = [0] * len(self.windows)
         self._padding = None  # (batch, tokens), False for tokens that are not stored; None where all are
+        self.matrix = None
         self._open = set()  # layers with tokens that are not advanced yet
         self._expected = set()  # layers whose tokens came, and were not stored yet
 
@@ -129,10 +132,23 @@ class Rows:
             return RingKVCache(len(self.windows), *shapes, self.windows, rollback=self._rollback, **settings)
         return KVCache(len(self.windows), *shapes, self._max_seq_len, **settings)
 
+    def pattern(self, layer):
+        """The sliding window and the chunk of a layer's attention, of which at least one is None."""
+        chunk = self.chunks[layer]
+        return None if chunk else self.windows[layer], chunk
+
+    def kept(self, layer):
+        """Which tokens of a layer are stored: bool of shape (batch, tokens), False for padding."""
+        kept = np.ones((len(self.rows), self.seen[layer]), bool)
+        if self._padding is not None:
+            known = self._padding[:, : self.seen[layer]]
+            kept[:, : known.shape[1]] = known
+        return kept
+
     def parts(self, layer, n, mask):
         """Which of the `n` new tokens of a layer each row has: slices or indices, None for none.
 
-        `mask` is the LazyMask of the step, or None for a causal one without padding.
+        `mask` is that of the step, or None for a causal one without padding.
         """
         before = self.seen[layer] - n
         if mask is None:

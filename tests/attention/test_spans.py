@@ -10,7 +10,15 @@ import kvfast
 
 TOKENS, HEADS, DIM = 300, 2, 32
 SPANS = [(0, 7), (40, 41), (90, 260)]
-OPTIONS = [{}, {"sliding_window": 50}, {"sliding_window": 200, "num_sink_tokens": 4}, {"softcap": 5.0}, {"attention_chunk_size": 64}]
+OPTIONS = [
+    {},
+    {"sliding_window": 50},
+    {"sliding_window": 200, "num_sink_tokens": 4},
+    {"softcap": 5.0},
+    {"attention_chunk_size": 64},
+    {"sliding_window": 50, "num_sink_tokens": 3, "clamp_spans": True},
+    {"attention_chunk_size": 64, "clamp_spans": True},
+]
 
 
 def tokens(rng, count=TOKENS):
@@ -91,9 +99,35 @@ def test_rings_and_tables_of_another_scheduler(rng):
     pool.append_batch(0, k, v, batch)
     cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), k, v)
     assert np.array_equal(pool.attend_batch(0, q, batch, spans=[SPANS]), cache.attend(0, q, spans=SPANS))
-    turned = filled(kvfast.RingKVCache(1, HEADS, DIM, sliding_window=64, rope=kvfast.Rope(10000.0)), k, v)
-    with pytest.raises(ValueError, match="spans must be None in a ring with a rope"):
-        turned.attend(0, q[:1], spans=[(298, 300)])
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("clamp, span", [(False, (265, 300)), (True, (265, 300)), (True, (210, 300))])
+def test_rings_with_a_rope(rng, sinks, clamp, span):
+    """The window and its sinks keep their places, and tokens of a span see what follows them in the text."""
+    window, rope = 40, kvfast.Rope(10000.0)
+    k, v = tokens(rng)
+    q = queries(rng, 30)
+    ring = kvfast.RingKVCache(1, HEADS, DIM, sliding_window=window, num_sink_tokens=sinks, dtype="float32", rope=rope)
+    got = filled(ring, k, v).attend(0, q, spans=[span], clamp_spans=clamp)
+
+    def turn(rows, places):
+        half, angles = DIM // 2, np.outer(places, 10000.0 ** (-np.arange(DIM // 2) * 2 / DIM))[:, None]
+        a, b, cos, sin = rows[..., :half], rows[..., half:], np.cos(angles), np.sin(angles)
+        return np.concatenate((a * cos - b * sin, b * cos + a * sin), -1)
+
+    for i, at in enumerate(range(TOKENS - 30, TOKENS)):
+        seen = np.concatenate((np.arange(sinks), np.arange(at + 1 - window, span[1])))
+        places = np.concatenate((np.arange(sinks), sinks + np.arange(len(seen) - sinks)))
+        turned = turn(q[i : i + 1].astype(float), [sinks + window - 1])
+        expected, _ = attention(turned, turn(k[seen].astype(float), places), v[seen], causal=False)
+        assert relative_error(got[i : i + 1], expected) < 1e-5
+    with pytest.raises(
+        ValueError, match="must not be longer than the window of 40 tokens in a ring with a rope.*got 60: pass clamp_spans"
+    ):
+        ring.attend(0, q, spans=[(240, 300)])
+    with pytest.raises(ValueError, match="spans must end within the 300 tokens"):
+        ring.attend(0, q, spans=[(280, 301)])
 
 
 @pytest.mark.parametrize(

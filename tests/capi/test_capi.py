@@ -341,6 +341,42 @@ def test_cython_runs_as_python(runtimes, rng):
         layer.step(q[:1, :3], v[:1], q[:1], np.empty((1, 6, 64), np.float32))
 
 
+@pytest.mark.parametrize("n", [1, 3, 90])
+def test_chunks_spans_and_trees(runtimes, rng, n):
+    k, v = rng.standard_normal((2, 100, 2, 64), dtype=np.float32)
+    q, out = rng.standard_normal((n, 6, 64), dtype=np.float32), np.empty((n, 6, 64), np.float32)
+    spans = np.array([(2, 40), (95, 100)], np.intp)
+    for cache in (kvfast.KVCache(1, 2, 64), kvfast.KVCache(1, 2, 64, dtype="int8")):
+        cache.append(0, k, v)
+        layer, causal = runtimes[1].Layer(cache, 0), cache.attend(0, q)
+        for chunk, given, clamp in ((32, None, False), (0, spans, False), (64, spans, False), (64, spans, True)):
+            layer.attend(q, out, chunk, given, clamp=clamp)
+            expected = cache.attend(0, q, attention_chunk_size=chunk or None, spans=given, clamp_spans=clamp)
+            assert np.array_equal(out, expected) and not (np.array_equal(out, causal) and n > 1)
+        tree = np.arange(n) // 2 - 1
+        layer.attend(q, out, parents=tree[:64])
+        assert np.array_equal(out, cache.attend(0, q, parents=tree[:64]))
+    for options, text in [
+        ({"spans": np.array([(90, 101)])}, "-1: spans must end within the 100 tokens that are held, got 90 to 101"),
+        ({"num_spans": 2}, "-1: spans must point to num_spans of them, got 2 and NULL"),
+        ({"num_spans": -1}, "-1: spans must point to num_spans of them, got -1 and NULL"),
+        ({"num_parents": 1}, "-1: parents must point to num_parents of them, got 1 and NULL"),
+        ({"parents": np.array([0])}, "-1: parents must be -1 or a draft before its child, got 0 for draft 0"),
+        ({"chunk": -1}, "-1: attention_chunk_size must be at least 1, got -1"),
+        ({"chunk": 8, "not_causal": True}, "-1: attention_chunk_size needs causal=True"),
+        ({"spans": spans, "not_causal": True}, "-1: spans need causal=True"),
+    ]:
+        out[...] = 7
+        with pytest.raises(ValueError, match=text):
+            layer.attend(q, out, **options)
+        assert (out == 7).all()
+    rows = kvfast.MLAKVCache(1, 48, 16)
+    rows.append(0, k[:, 0])
+    for options in ({"chunk": 8}, {"spans": spans}, {"parents": np.array([-1])}):
+        with pytest.raises(ValueError, match="attention_chunk_size, spans and parents must be 0 and NULL for latent rows"):
+            runtimes[1].Layer(rows, 0).attend(q, np.empty((n, 6, 48), np.float32), **options)
+
+
 def test_the_kernels(runtimes, rng, isa):
     rows = rng.standard_normal((3, 64), dtype=np.float32)
     twice = rows.copy()

@@ -250,6 +250,10 @@ class World:
         options = self.options(num_q_heads, window)
         if self.takes_spans and self.takes_windows and often(self.case.later, 0.1) and options.get("causal", True):
             options["spans"] = self.spans(track.layer_length(layer), n, window)
+            options["clamp_spans"] = often(self.case.later, 0.3)
+        elif self.takes_spans and self.takes_windows and often(self.case.later, 0.1) and options.get("causal", True):
+            drafts = int(self.case.later.integers(1, min(n, 64) + 1))
+            options["parents"] = [int(self.case.later.integers(-1, i)) for i in range(drafts)]
         out, out_dtype = self.random_out((n, num_q_heads, self.out_dim))
         self.case.note("attend", layer, n, num_q_heads, out_dtype, options)
         try:

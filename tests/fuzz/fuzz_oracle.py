@@ -8,6 +8,7 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
+from reference import tree
 
 INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
 NOTHING = 1e-28  # queries and values below may count as nothing
@@ -180,6 +181,8 @@ def exact_attention(
     alibi_slopes=None,
     attention_chunk_size=None,
     spans=None,
+    clamp_spans=False,
+    parents=None,
 ):
     """Attention of queries at the positions `at` to keys at `positions`; otherwise as `reference.attention`."""
     q, k, v = (one.astype(np.float64) for one in (q, k, v))
@@ -194,21 +197,28 @@ def exact_attention(
     if softcap:
         score = softcap * np.tanh(score / softcap)
         size = np.abs(score)
+    rows = positions
+    if parents:
+        places, keys, unrelated = tree(int(positions[-1]) + 1, n, parents)
+        at, positions, unrelated = places[:, 0], keys[0][rows], unrelated[:, rows]
     distance = positions[None] - at[:, None]
     if alibi_slopes is not None:
         slope = np.asarray(alibi_slopes, np.float64).reshape(heads, group, 1, 1)
         score = score + slope * distance
         size = size + np.abs(slope * distance)
-    hidden = np.zeros((n, length), bool)
-    if causal:
-        hidden |= distance > 0
+    gone = np.zeros((n, length), bool)
     if sliding_window:
-        hidden |= (distance <= -sliding_window) & (positions >= (num_sink_tokens or 0))
+        gone |= (distance <= -sliding_window) & (positions >= (num_sink_tokens or 0))
     if attention_chunk_size:
         first = at[:, None] // attention_chunk_size * attention_chunk_size
-        hidden |= (positions[None] < first) & (positions >= (num_sink_tokens or 0))
+        gone |= (positions[None] < first) & (positions >= (num_sink_tokens or 0))
+    hidden = gone | (distance > 0) if causal else gone
     for start, stop in spans or ():
-        hidden &= ~np.logical_and.outer((start <= at) & (at < stop), (start <= positions) & (positions < stop))
+        hidden = hidden & ~np.logical_and.outer((start <= at) & (at < stop), (start <= positions) & (positions < stop))
+    if clamp_spans:
+        hidden = hidden | gone
+    if parents:
+        hidden = hidden | unrelated
     score[..., hidden] = -np.inf
     size[..., hidden] = 0
     top, largest = score.max(-1), size.max(-1)

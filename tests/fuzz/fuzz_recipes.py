@@ -369,6 +369,8 @@ RECIPES = {
     "sliding_window": small(1, 16, 100),
     "attention_chunk_size": small(1, 16, 100),
     "spans": small([(0, 1)], [(0, 3), (5, 9)], [(0, 100)], []),
+    "clamp_spans": small(True, False),
+    "parents": small([-1], [-1, 0], [-1, -1, 0, 1], []),
     "sinks": lambda c: c.floats(c.heads * c.group),
     "alibi_slopes": lambda c: c.floats(c.heads * c.group),
     "return_lse": small(True, False),

@@ -65,6 +65,8 @@ def test_exact_attention_is_that_of_the_reference(rng):
         {"sliding_window": 3, "num_sink_tokens": 2, "causal": False},
         {"attention_chunk_size": 4, "num_sink_tokens": 1},
         {"spans": [(0, 2), (6, 8)], "sliding_window": 3},
+        {"spans": [(0, 9)], "sliding_window": 3, "clamp_spans": True},
+        {"parents": [-1, -1, 0, 1], "sliding_window": 3, "alibi_slopes": rng.random(6)},
         {"sinks": rng.standard_normal(6), "alibi_slopes": rng.random(6)},
     ):
         out, lse = reference.attention(q, k, v, **options)

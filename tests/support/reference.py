@@ -19,6 +19,8 @@ def attention(
     alibi_slopes=None,
     attention_chunk_size=None,
     spans=None,
+    clamp_spans=False,
+    parents=None,
 ):
     """Attention of the last tokens: q (n, Hq, D), k (L, Hkv, D), v (L, Hkv, E) -> out (n, Hq, E), lse (n, Hq)."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
@@ -26,17 +28,21 @@ def attention(
     length, num_kv_heads = k.shape[:2]
     group = num_q_heads // num_kv_heads
     scale = dim**-0.5 if scale is None else scale
-    at = length - n + np.arange(n)[:, None]
-    key = np.arange(length)[None]
-    hidden = np.zeros((n, length), bool)
-    if causal:
-        hidden |= key > at
+    at, key = length - n + np.arange(n)[:, None], np.arange(length)[None]
+    unrelated = np.zeros((n, length), bool)
+    if parents is not None and len(parents):
+        at, key, unrelated = tree(length, n, parents)
+    gone = np.zeros((n, length), bool)  # before a window or a chunk
     if sliding_window:
-        hidden |= (key <= at - sliding_window) & (key >= num_sink_tokens)
+        gone |= (key <= at - sliding_window) & (key >= num_sink_tokens)
     if attention_chunk_size:
-        hidden |= (key < at // attention_chunk_size * attention_chunk_size) & (key >= num_sink_tokens)
+        gone |= (key < at // attention_chunk_size * attention_chunk_size) & (key >= num_sink_tokens)
+    hidden = gone | (key > at) if causal else gone
     for start, stop in () if spans is None else spans:
-        hidden &= ~((start <= at) & (at < stop) & (start <= key) & (key < stop))
+        hidden = hidden & ~((start <= at) & (at < stop) & (start <= key) & (key < stop))
+    if clamp_spans:
+        hidden = hidden | gone
+    hidden = hidden | unrelated
     out, lse = np.zeros((n, num_q_heads, v.shape[2])), np.zeros((n, num_q_heads))
     for kv_head in range(num_kv_heads):  # with all heads of queries that read it
         heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -59,6 +65,21 @@ def attention(
         out[:, heads] = (weight.reshape(group * n, length) @ v[:, kv_head]).reshape(group, n, -1).swapaxes(0, 1)
         lse[:, heads] = (top + np.log(total)).T
     return out, lse
+
+
+def tree(length, n, parents):
+    """Positions of queries and keys whose last ones are drafts, by their depth, and which keys a draft must not see."""
+    first, depths, family = length - len(parents), [], []
+    for i, parent in enumerate(parents):
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        family.append({i} | (family[parent] if parent >= 0 else set()))
+    at = np.arange(length)
+    at[first:] = first + np.array(depths)
+    unrelated = np.zeros((length, length), bool)
+    for i, own in enumerate(family):
+        unrelated[first + i, [first + j for j in range(len(parents)) if j not in own]] = True
+    unrelated[:first, first:] = True
+    return at[length - n :, None], at[None], unrelated[length - n :]
 
 
 def relative_error(got, expected):

@@ -214,24 +214,32 @@ def test_gradients_are_refused(llama):
 
 def test_other_masks_are_refused(llama):
     ids, _ = prompt(1, 6)
-    with pytest.raises(ValueError, match=r"mask of its own making, got one of shape \(1, 1, 6, 6\)"):
-        logits(llama, ids, "kvfast", KVFastCache(llama.config), torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    with pytest.raises(
+        ValueError, match="the mask of LlamaAttention is another one: no token sees token 1 of row 0, which sees others"
+    ):
+        logits(llama, ids, "kvfast", KVFastCache(llama.config), (torch.arange(36) % 2 == 0).reshape(1, 1, 6, 6))
     window = transformers.masking_utils.sliding_window_causal_mask_function
     chunks = transformers.masking_utils.chunked_causal_mask_function
     sizes = {"batch_size": 1, "q_length": 6, "kv_length": 6}
     assert lazy_mask(**sizes).is_causal and lazy_mask(**sizes, mask_function=window(8), local_size=8).is_causal
-    for others in (
-        {"mask_function": window(8), "local_size": 7},
-        {"mask_function": window(8)},
-        {"mask_function": chunks(8, torch.zeros(1, dtype=int)), "local_size": 8},
-        {"mask_function": transformers.masking_utils.bidirectional_mask_function},
-        {"allow_is_causal_skip": False},
+    for others, text in (
+        ({"mask_function": window(5), "local_size": 7}, "token 5 of row 0 sees 5 tokens from 1 to 5"),
+        ({"mask_function": window(5)}, "token 5 of row 0 sees 5 tokens from 1 to 5"),
+        (
+            {"mask_function": chunks(8, torch.zeros(1, dtype=int)), "local_size": 8},
+            "it is for a window of None and chunks of 8, and the layer has None and None",
+        ),
+        (
+            {"mask_function": transformers.masking_utils.sliding_window_bidirectional_mask_function(2)},
+            "token 0 of row 0 sees 3 tokens from 0 to 2",
+        ),
+        ({"mask_function": lambda row, head, query, key: key <= 2 * query}, "token 1 of row 0 sees 3 tokens from 0 to 2"),
     ):
         mask = lazy_mask(**sizes, **others)
         assert mask.is_causal == (mask.chunk == 8)  # which layers without chunks refuse
         llama.set_attn_implementation("kvfast")
         key, value = KVFastCache(llama.config).update(torch.zeros(1, 2, 6, 16), torch.zeros(1, 2, 6, 16), 0)
-        with pytest.raises(ValueError, match="asks for more in LlamaAttention"):
+        with pytest.raises(ValueError, match=f"the mask of LlamaAttention is another one: {text}"):
             attention(llama.model.layers[0].self_attn, torch.zeros(1, 4, 6, 16), key, value, mask)
 
 

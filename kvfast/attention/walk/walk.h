@@ -23,6 +23,8 @@ typedef struct {
     ptrdiff_t position, sink_stop, start, stop;
     ptrdiff_t partial;           /* partial results of the queries before it, per query head */
     int parts;                   /* number of its own partial results, per query head */
+    uint64_t ancestors;          /* of a tree: what a draft sees of it besides, itself included: a bit for each position from tree on */
+    ptrdiff_t tree;
 } kv_query;
 
 /* Queries that read the same keys: those of one sequence, or of several sequences that share a prefix. */

@@ -30,6 +30,17 @@ from kvfast.errors import DimensionMismatchError
 from kvfast.storage.batches.prepared_batch import check_distinct
 
 
+cdef int _check_list(object given, str name, Py_ssize_t count) except -1:
+    """Check an option that a batch has for each sequence, if it is given."""
+    if given is None:
+        return 0
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{name} must be a list with one entry per sequence, got {type(given).__name__}")
+    if len(given) != count:
+        raise DimensionMismatchError(f"{name} must have one entry for each of the {count} sequences, got {len(given)}")
+    return 0
+
+
 cdef class PagedBatches(PagedSequences):
     def prepare(self, block_table, seq_lens, cu_seqlens_q, slot_mapping, Py_ssize_t max_num_seqs):
         """A PreparedBatch for the tables and slots of another scheduler."""
@@ -244,11 +255,8 @@ cdef class PagedBatches(PagedSequences):
             count = batch.num_sequences
         else:
             count = len(seq_lens)
-        if request.spans is not None:
-            if not isinstance(request.spans, (list, tuple)):
-                raise TypeError(f"spans must be a list with one entry per sequence, got {type(request.spans).__name__}")
-            if len(request.spans) != count:
-                raise DimensionMismatchError(f"spans must have one entry for each of the {count} sequences, got {len(request.spans)}")
+        _check_list(request.spans, "spans", count)
+        _check_list(request.parents, "parents", count)
         fit_window(self.kind, &request.c)
         plan = open_plan(request, &self.pool.layouts[number], self.pool.workspace, count)
         if batch is None:
@@ -275,6 +283,8 @@ cdef class PagedBatches(PagedSequences):
         if spliced:
             if request.spans is not None:
                 raise ValueError("spans are not for a spliced sequence, whose tokens come from several texts")
+            if request.parents is not None:
+                raise ValueError("parents are not for a spliced sequence")
             plan_spliced(plan, spliced)
         members = <kv_member *>plan.workspace.reserve(MEMBERS, count * sizeof(kv_member))
         if members == NULL:
@@ -300,6 +310,8 @@ cdef class PagedBatches(PagedSequences):
                     member.shareable = min(first, floats_from(plan.given.layout, &member.context, first)) // size
             if request.spans is not None:
                 plan.use_spans(request.spans[i], f"spans[{i}]", member.context.length)
+            if request.parents is not None:
+                plan.use_parents(request.parents[i], f"parents[{i}]", member.num_queries)
             plan.ask(&member.context, member.first_query, member.num_queries)
             if tables is not None and member.num_queries:
                 check_held(table, plan, member.first_query)

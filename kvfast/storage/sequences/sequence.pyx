@@ -145,6 +145,10 @@ cdef class SequenceStorage(SequenceTables):
             if self.segments is not None:
                 raise ValueError("spans are not for a spliced sequence, whose tokens come from several texts")
             plan.use_spans(request.spans, "spans", context.length)
+        if request.parents is not None:
+            if self.segments is not None:
+                raise ValueError("parents are not for a spliced sequence")
+            plan.use_parents(request.parents, "parents", request.c.q.tokens)
         if self.segments is not None:
             reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, request.c.q.tokens)
             plan_spliced(plan, [reader])

@@ -35,6 +35,24 @@ cdef class Layer:
         if code:
             raise ValueError(f"{code}: {capi.error(self.cache).decode()}")
 
+    def attend(self, float[:, :, :] q, float[:, :, :] out, Py_ssize_t chunk=0, Py_ssize_t[:, ::1] spans=None, Py_ssize_t num_spans=0,
+               bint clamp=False, bint not_causal=False, Py_ssize_t[::1] parents=None, Py_ssize_t num_parents=0):
+        """The queries of tokens that are there; `num_spans` and `num_parents` may be wrong."""
+        cdef capi.kvfast_rows queries = _rows(q), target = _rows(out)
+        cdef capi.kvfast_options options
+        cdef int code
+        memset(&options, 0, sizeof(options))
+        options.attention_chunk_size, options.num_spans, options.clamp_spans = chunk, num_spans, clamp
+        options.not_causal, options.num_parents = not_causal, num_parents
+        if parents is not None:
+            options.parents, options.num_parents = &parents[0], parents.shape[0]
+        if spans is not None:
+            options.spans, options.num_spans = &spans[0, 0], spans.shape[0]
+        with nogil:
+            code = capi.attend(self.cache, self.index, &queries, &options, &target)
+        if code:
+            raise ValueError(f"{code}: {capi.error(self.cache).decode()}")
+
     def __len__(self):
         return capi.layer_length(self.cache, self.index)
 

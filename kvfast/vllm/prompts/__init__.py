@@ -1,4 +1,4 @@
-"""Prompts of vLLM in a store of kvfast, behind `KVFastConnector`.
+"""Prompts of vLLM in a store of kvfast, for `KVFastConnector`.
 
     settings -> lookups (in vLLM's scheduler), layers -> transfers (in each of its workers), figures
 

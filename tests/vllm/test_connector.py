@@ -15,6 +15,7 @@ from vllm_server import get, kill, stream, vllm_server
 from kvfast.prompts.envelope import HEADER_BYTES, num_tokens_of
 from kvfast.vllm.prompts import settings
 from kvfast.vllm.prompts.figures import FIGURES, Figures
+from kvfast.vllm.prompts.transfers import Rates, Transfers
 
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("figures")]
@@ -214,6 +215,20 @@ def test_requests_that_are_preempted_and_wait(folder_of, tmp_path, monkeypatch):
     for _ in range(2):
         preempted.clear()
         assert in_engine(folder_of("llama"), use, kv_transfer_config=stored(tmp_path), **options) == expected and preempted
+
+
+def test_what_takes_longer_to_fetch_is_computed(folder_of, tmp_path, figures, monkeypatch):
+    """Until the store might have got faster."""
+    monkeypatch.setattr(Transfers, "rates", lambda self: Rates(900.0, 1000.0))
+
+    def use(llm):
+        for expected in (0, 0, 0, 128):
+            settle(llm)
+            figures.clear()
+            generate(llm, prompts((200,)), 1)
+            assert figures["num_restored_tokens"] == expected
+
+    in_engine(folder_of("llama"), use, kv_transfer_config=stored(tmp_path), kv_cache_dtype="int8_per_token_head")
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ class Lookups:
         # It reads all weights of the model. Look-ups wait for it.
         self._text = self._threads.submit(lambda: settings_text(vllm_config, kv_cache_config, options))
         self._known, self._plan, self._recent = {}, Plan(), {}
-        self._is_idle, self._rates = True, None
+        self._is_idle = True
+        self._told = self._fetched = self._computed = 0.0  # tokens per second: fetched as told and as expected now, and computed
         self.figures = Figures()
 
     def add(self, request):
@@ -152,8 +153,10 @@ class Lookups:
         self._known.pop(request.request_id, None)
 
     def measured(self, rates):
-        """Take the tokens per second that the slowest worker fetches, and those that it computes."""
-        self._rates = rates
+        """Take the tokens per second that the slowest worker fetches, and those that it computes. They come after every step."""
+        if rates.fetched != self._told:
+            self._told = self._fetched = rates.fetched
+        self._computed = rates.computed
 
     def close(self):
         self._threads.close(wait=False)
@@ -188,9 +191,9 @@ class Lookups:
 
     def _takes_longer(self, num_tokens):
         """Whether tokens take longer to fetch than to compute, as far as is known."""
-        if self._rates is None or self._rates.fetched >= self._rates.computed:
+        if self._fetched >= self._computed:
             return False
-        self._rates.fetched *= FORGETTING  # a store that got faster is found out
+        self._fetched *= FORGETTING  # a store that got faster is found out
         return True
 
     def _chunk(self, known, index, block_ids, start=0):

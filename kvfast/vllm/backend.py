@@ -68,6 +68,7 @@ class KVFastMetadata:
     slots: np.ndarray
     causal: bool | list[bool]  # of all requests, or of each
     spans: list[list[tuple[int, int]] | None] | None = None  # of each request: tokens of an image, which see each other
+    clamp_spans: bool = False  # within their windows
 
 
 def warn_of_spans(common_attn_metadata):
@@ -134,8 +135,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         for layer in layers:
             layer.impl.is_carried = True
         # As in Gemma 4: a token of an image sees no token before its window, and all after it in the image.
-        is_clamped = any(getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers)
-        self._clamps_spans = is_clamped and isinstance(kv_cache_spec, SlidingWindowSpec)
+        self._clamps_spans = any(getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers)
 
         def new_pool(buffer):
             num_blocks, num_kv_heads, block_size, _ = buffer[0].shape
@@ -159,9 +159,8 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        if self._memory is None or self._clamps_spans:
-            warn_of_spans(common_attn_metadata)
         if self._memory is None:
+            warn_of_spans(common_attn_metadata)
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         causal = common_attn_metadata.causal
         if not isinstance(causal, bool):  # of each request
@@ -172,8 +171,9 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 "kvfast has no windows with two sides, and this model did not ask for them when its layers were made: set KVFAST_VLLM=0"
             )
         self._memory.bind()
-        spans = spans_of(common_attn_metadata) if causal is True and not self._clamps_spans else None
-        return KVFastMetadata(common_attn_metadata.num_actual_tokens, *arrays_of(common_attn_metadata), causal, spans)
+        spans = spans_of(common_attn_metadata) if causal is True else None
+        tables, slots = arrays_of(common_attn_metadata)
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, tables, slots, causal, spans, self._clamps_spans)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
@@ -220,7 +220,14 @@ class KVFastImpl(CPUAttentionBackendImpl):
             self._attend_one_by_one(attend, query, attn_metadata, out)
             return output
         try:
-            attend(query, self.memory.batch_of(attn_metadata), out=out, causal=attn_metadata.causal, spans=attn_metadata.spans)
+            attend(
+                query,
+                self.memory.batch_of(attn_metadata),
+                out=out,
+                causal=attn_metadata.causal,
+                spans=attn_metadata.spans,
+                clamp_spans=attn_metadata.clamp_spans,
+            )
         except NonFiniteInputError as error:
             logger.warning_once("kvfast returns NaN for requests whose queries are not finite: %s", error)
             self._attend_one_by_one(attend, query, attn_metadata, out)
@@ -239,6 +246,7 @@ class KVFastImpl(CPUAttentionBackendImpl):
                     out=out[first:last],
                     causal=causal if isinstance(causal, bool) else causal[i],
                     spans=spans and [spans[i]],
+                    clamp_spans=attn_metadata.clamp_spans,
                 )
             except NonFiniteInputError:
                 out[first:last] = float("nan")

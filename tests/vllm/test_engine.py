@@ -224,25 +224,35 @@ def test_fp8_is_left_to_vllm(folder_of, monkeypatch):
     assert in_engine(folder_of("llama"), lambda llm: generate(llm, prompts((40,))), kv_cache_dtype="fp8") == tokens
 
 
-def see_each_other(folder, ids, spans, window, most):
+def see_each_other(folder, ids, spans, window, most, clamped=False):
     """The tokens that follow a prompt whose tokens see each other within the spans, by transformers without a cache."""
     model, ids = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32), list(ids)
     for _ in range(most):
         at = torch.arange(len(ids))
-        seen = (at[None] <= at[:, None]) & (at[None] > at[:, None] - window)
+        near = at[None] > at[:, None] - window
+        seen = (at[None] <= at[:, None]) & near
         for start, last in spans:
             inside = (start <= at) & (at <= last)
-            seen |= inside[None] & inside[:, None]
+            seen |= inside[None] & inside[:, None] & (near | (not clamped))
         mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
         with torch.no_grad():
             ids.append(int(model(torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0, -1].argmax()))
     return ids[-most:]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_tokens_of_images_see_each_other(folder_of, monkeypatch, name):
-    """Prompts with ranges as vLLM hands them over for images, in one batch with a prompt without, and the tokens that follow."""
-    spans = {40: [(3, 20)], 200: [(10, 60), (61, 61), (130, 199)], 5: []}
+@pytest.mark.parametrize(("name", "clamped"), [("llama", False), ("mistral", False), ("mistral", True)])
+def test_tokens_of_images_see_each_other(folder_of, monkeypatch, name, clamped):
+    """Prompts with ranges as vLLM hands them over for images, in one batch with a prompt without, and the tokens that follow. An image
+    may be longer than the window, which some models keep to and others do not."""
+    spans = {40: [(3, 20)], 200: [(10, 60), (61, 61), (100, 199)], 5: []}
+
+    def layers(*arguments, original=backend.get_layers_from_vllm_config):
+        found = original(*arguments)
+        for layer in found.values():
+            layer.mm_prefix_clamp_sliding_window = clamped
+        return found
+
+    monkeypatch.setattr(backend, "get_layers_from_vllm_config", layers)
 
     def build(self, common_prefix_len, common, fast_build=False, original=backend.KVFastMetadataBuilder.build):
         common = copy.copy(common)
@@ -253,7 +263,7 @@ def test_tokens_of_images_see_each_other(folder_of, monkeypatch, name):
     monkeypatch.setattr(backend.KVFastMetadataBuilder, "build", build)
     ids = prompts(sorted(spans))
     window = 70 if name == "mistral" else 1 << 20
-    expected = [see_each_other(folder_of(name), one, spans[len(one)], window, 8) for one in ids]
+    expected = [see_each_other(folder_of(name), one, spans[len(one)], window, 8, clamped) for one in ids]
     assert expected != [see_each_other(folder_of(name), one, [], window, 8) for one in ids]
     assert in_engine(folder_of(name), lambda llm: generate(llm, ids, 8), enable_prefix_caching=False) == expected
 

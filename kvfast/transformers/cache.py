@@ -172,18 +172,14 @@ class KVFastCache(Cache):
         Raises
         ------
         ValueError
-            If the cache is not empty, if there is more than one prompt, or if layers of the model keep a state or latents.
+            If the cache is not empty, if there is more than one prompt, or if layers of the model keep a state.
         """
         token_ids, model = self._prompt(input_ids, model)
         if self._rows.rows:
             raise ValueError("restore_prompt fills an empty cache: reset() it before")
-        shape = read_shape(self._config)
-        if any(kind.has_state for kind, *_ in self._kinds) or any(layer.rope_dim for layer in shape.layers):
-            raise ValueError(f"layers of {self._config.model_type} keep more than keys and values, which a PromptCache does not have")
-        row = self._rows.begin(
-            [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim or layer.head_dim) for layer in shape.layers],
-            self._config._attn_implementation == NAME,
-        )
+        if any(kind.has_state for kind, *_ in self._kinds):
+            raise ValueError(f"layers of {self._config.model_type} keep a state, which a PromptCache does not have")
+        row = self._rows.begin(self._row_shapes(), self._config._attn_implementation == NAME)
         found = 0
         try:
             found = self.prompt_cache.restore(row, token_ids, model, tokens_per_second=tokens_per_second)
@@ -213,6 +209,18 @@ class KVFastCache(Cache):
                 f"save_prompt needs the {len(rows[0]) if rows else 0} tokens of the one row of the cache, got {len(token_ids)} and {len(rows)} rows"
             )
         return self.prompt_cache.save(rows[0], token_ids[: len(rows[0])], model)
+
+    def _row_shapes(self):
+        """KV heads, head_dim and v_head_dim of each layer, before the first keys tell them."""
+        config, shapes = self._config, []
+        for layer in read_shape(config).layers:
+            if layer.rope_dim is None:
+                shapes.append((layer.num_kv_heads, layer.head_dim, layer.v_head_dim or layer.head_dim))
+            elif config._attn_implementation == NAME:  # what a layer makes of its latents
+                shapes.append((config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim))
+            else:
+                shapes.append((1, layer.head_dim, layer.rope_dim))
+        return shapes
 
     def _prompt(self, input_ids, model):
         if self.prompt_cache is None:

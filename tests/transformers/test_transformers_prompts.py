@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from dict_store import DictStore
+from tiny_architectures import small_model
 from tiny_transformers import MODELS, QUIET, ours, prompt, random_model, torch
 
 import kvfast
@@ -46,6 +47,29 @@ def test_a_second_process_goes_on_where_the_first_was(name, dtype):
     third = cache_of(model, store, dtype)
     other = np.concatenate([ids, [[5, 6, 7]]], axis=1)
     assert third.restore_prompt(other, "tiny") == 200
+
+
+@pytest.mark.parametrize("implementation", ["kvfast", "eager"])
+def test_latents_come_back(implementation):
+    """As keys and values that the layers make of them, and as they are under another attention."""
+    store, model, (ids, _) = DictStore(), small_model("deepseek_v3"), prompt(1, 200)
+    first = cache_of(model, store)
+    model.set_attn_implementation(implementation)
+    compute(model, ids, first)
+    assert first.save_prompt(ids, "tiny")
+    second = cache_of(model, store)
+    model.set_attn_implementation(implementation)
+    assert second.restore_prompt(ids, "tiny") == second.get_seq_length() == 199
+    for layer in range(4):
+        assert np.array_equal(second.rows[0].k(layer), first.rows[0].k(layer)[:199])
+    with torch.no_grad():
+        expected, found = (model(ids[:, -1:], cache=one).logits for one in (cut(first), second))
+    assert torch.equal(expected, found)
+
+
+def cut(cache):
+    cache.crop(-1)
+    return cache
 
 
 def test_bad_input():

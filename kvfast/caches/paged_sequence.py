@@ -144,6 +144,7 @@ class PagedSequence:
         *,
         uncounted: Literal["raise", "drop"] = "raise",
     ) -> Snapshot:
+        self._check_snapshot(token_ids, metadata)
         known = [token_ids, b""]
 
         def take_ids():

@@ -259,15 +259,14 @@ class PagedStorage:
         ValueError
             For a block out of range.
         """
-        scheduler = self._batches.scheduler
-        return np.ones(len(block_ids), bool) if scheduler is None else scheduler.seal_full(block_ids)
+        return self._batches.seal_blocks(block_ids)
 
-    def first_float_rows(self, block: int) -> NDArray[np.uint8]:
+    def first_float_rows(self, block_id: int) -> NDArray[np.uint8]:
         """The floats that a sequence of another scheduler keeps of its first tokens; see `num_first_float_tokens` of `KVFormat`.
 
         Parameters
         ----------
-        block : int
+        block_id : int
             The first block of the sequence.
 
         Returns
@@ -279,13 +278,12 @@ class PagedStorage:
         ValueError
             If no sequence begins with the block.
         """
-        return self._batches.scheduler.first_rows(block) if self.first_float_rows_nbytes else np.empty(0, np.uint8)
+        return self._batches.first_rows(block_id)
 
     @property
     def first_float_rows_nbytes(self) -> int:
         """Bytes of `first_float_rows`; 0 for a format without them."""
-        scheduler = self._batches.scheduler
-        return 0 if scheduler is None else scheduler.first_rows_nbytes
+        return self._batches.first_rows_nbytes()
 
     def take_blocks(self, block_ids: ArrayLike, first_float_rows: NDArray[np.uint8] | None = None) -> None:
         """Take blocks of another scheduler, whose bytes it has copied from elsewhere, as full and written.
@@ -301,10 +299,7 @@ class PagedStorage:
         ValueError
             For a block out of range, rows of another size, and in a pool with sequences of its own.
         """
-        expected, rows = self.first_float_rows_nbytes, first_float_rows
-        if rows is not None and rows.shape != (expected,):
-            raise ValueError(f"first_float_rows must have shape ({expected},), got {rows.shape}")
-        self._batches.take_blocks(block_ids, rows)
+        self._batches.take_blocks(block_ids, first_float_rows)
 
     def _batch(self, sequences, block_table, seq_lens, cu_seqlens_q):
         """Block tables of sequences, or the given tables and lengths of another scheduler, or a PreparedBatch."""

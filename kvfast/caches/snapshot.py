@@ -70,7 +70,7 @@ class Snapshot(StorageProperties):
         if token_ids is not None:
             ids = checked_token_ids(token_ids, self.seq_len)
             self._token_ids = np.ndarray(ids.shape, ids.dtype, ids.tobytes())  # bytes cannot be made writable
-        self._metadata = _checked_metadata(metadata)
+        self._metadata = checked_metadata(metadata)
         self._salt = salt  # of the sequence it is of, for a pool that it is restored to; None: of a file, which does not tell it
 
     @property
@@ -339,7 +339,8 @@ def _shown(name, value):
     return same_or_tuple(value) if isinstance(value, list) else value
 
 
-def _checked_metadata(metadata):
+def checked_metadata(metadata):
+    """A copy of the metadata of a snapshot; TypeError for other than texts."""
     metadata = {} if metadata is None else dict(metadata)
     for name, text in metadata.items():
         if not isinstance(name, str) or not isinstance(text, str):

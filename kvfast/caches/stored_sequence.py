@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from kvfast.caches.snapshot import Snapshot
-from kvfast.core.checks import checked_lengths
+from kvfast.caches.snapshot import Snapshot, checked_metadata
+from kvfast.core.checks import checked_lengths, checked_token_ids
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
 from kvfast.storage.kinds import decoded
@@ -134,7 +134,14 @@ class StoredSequence:
         ValueError
             If layers hold tokens that were never counted, or if the number of `token_ids` differs.
         """
+        self._check_snapshot(token_ids, metadata)
         return Snapshot(self._settings, self._storage.share_counted(uncounted), token_ids, metadata)
+
+    def _check_snapshot(self, token_ids, metadata):
+        """Refuse what cannot be stored before blocks are shared."""
+        if token_ids is not None:
+            checked_token_ids(token_ids, len(self))
+        checked_metadata(metadata)
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
         """Return to the state of a snapshot of this cache, or of another with the same settings.

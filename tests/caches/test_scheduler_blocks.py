@@ -341,7 +341,7 @@ def test_what_is_no_block_from_elsewhere(rng):
         for blocks in ([24], [0, -1]):
             with pytest.raises(ValueError, match="block_ids must be between 0 and 23"):
                 call(blocks)
-    with pytest.raises(ValueError, match=r"first_float_rows must have shape \(\d+,\), got"):
+    with pytest.raises(ValueError, match=r"first_float_rows must be uint8 of shape \(\d+,\), got"):
         pool.take_blocks([scheduler.free[0]], floats[1:])
     scheduler.step([request], [60])  # nothing has changed
     plain = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 4, dtype="int8")

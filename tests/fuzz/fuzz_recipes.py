@@ -386,6 +386,9 @@ RECIPES = {
     "slot_mapping": Call.slots,
     "index": small(0, 1),
     "max_num_seqs": none_or(1, 3, 100),
+    "block_id": small(0, 1),
+    "block_ids": small([0], [0, 1], [1, 0], []),
+    "first_float_rows": lambda c: np.zeros(getattr(c.target, "first_float_rows_nbytes", 0), np.uint8),
     "as_computed": small(True, False),
     # whole caches
     "cache": lambda c: c.any(*CACHES, "PagedKVCache"),

@@ -9,6 +9,7 @@ cdef class PagedBatches(PagedSequences):
     cdef int _check_external(self) except -1
     cdef int _check_no_sequences(self, slot) except -1
     cdef int _become_external(self) except -1
+    cdef list _checked_blocks(self, block_ids)
     cdef int _check_owned(self, PreparedBatch batch) except -1
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
     cdef int _check_batch(self, list storages, object block_table, object seq_lens) except -1

@@ -71,8 +71,27 @@ cdef class PagedBatches(PagedSequences):
             else:
                 self.pool.leave()
 
+    def seal_blocks(self, block_ids):
+        """See `SchedulerBlocks.seal_full`."""
+        blocks = self._checked_blocks(block_ids)
+        return np.ones(len(blocks), bool) if self.scheduler is None else self.scheduler.seal_full(blocks)
+
+    def first_rows(self, block_id):
+        """See `SchedulerBlocks.first_rows`."""
+        (block,) = self._checked_blocks([block_id])
+        return np.empty(0, np.uint8) if self.first_rows_nbytes() == 0 else self.scheduler.first_rows(block)
+
+    def first_rows_nbytes(self):
+        """See `SchedulerBlocks.first_rows_nbytes`."""
+        return 0 if self.scheduler is None else self.scheduler.first_rows_nbytes()
+
     def take_blocks(self, block_ids, first_rows):
         """See `SchedulerBlocks.take`."""
+        blocks, expected = self._checked_blocks(block_ids), self.first_rows_nbytes()
+        if first_rows is not None:
+            first_rows = np.asarray(first_rows)
+            if first_rows.dtype != np.uint8 or first_rows.shape != (expected,):
+                raise ValueError(f"first_float_rows must be uint8 of shape ({expected},), got {first_rows.dtype} of shape {first_rows.shape}")
         self.pool.enter()
         try:
             self._check_no_sequences(0)
@@ -80,7 +99,14 @@ cdef class PagedBatches(PagedSequences):
         finally:
             self.pool.leave()
         if self.scheduler is not None:
-            self.scheduler.take(block_ids, first_rows)
+            self.scheduler.take(blocks, first_rows)
+
+    cdef list _checked_blocks(self, block_ids):
+        ids = check_integers(block_ids, "block_ids", np.int64, 1).tolist()
+        for block in ids:
+            if not 0 <= block < self.pool.num_blocks:
+                raise ValueError(f"block_ids must be between 0 and {self.pool.num_blocks - 1}, got {block}")
+        return ids
 
     cdef int _check_no_sequences(self, slot) except -1:
         """Refuse the slots of another scheduler in a pool with sequences, which would take them, too."""

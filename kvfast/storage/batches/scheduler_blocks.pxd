@@ -19,8 +19,11 @@ cdef class SchedulerBlocks:
     cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1
     cdef int check(self, PreparedBatch batch) except -1
     cdef int forget(self) except -1
+    cdef object seal_full(self, list blocks)
+    cdef object first_rows(self, int32_t first)
+    cdef int take(self, list blocks, first_rows) except -1
+    cdef Py_ssize_t first_rows_nbytes(self) except -1
     cdef list _first_rows(self, int32_t block, bint copies)
-    cdef list _checked(self, block_ids)
     cdef list _writes_of(self, PreparedBatch batch)
     cdef int _check_read(self, PreparedBatch batch, dict ends) except -1
     cdef int _seal_full(self, PreparedBatch batch, dict ends) except -1

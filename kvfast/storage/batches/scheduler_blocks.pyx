@@ -18,7 +18,6 @@ from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from kvfast.core.checks cimport check_integers
 from kvfast.core.limits cimport KV_PIECE
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.memory.block_memory cimport BlockMemory
@@ -111,10 +110,9 @@ cdef class SchedulerBlocks:
         self.step += 1
         return 0
 
-    def seal_full(self, block_ids):
+    cdef object seal_full(self, list blocks):
         """Let full blocks hold all of their tokens as codes. Returns for each block whether it does: bool of shape (num_blocks,)."""
         cdef int32_t block
-        cdef list blocks = self._checked(block_ids)
         self.pool.enter()
         try:
             full = [block for block in blocks if self.written[block] == self.pool.block_size]
@@ -124,10 +122,8 @@ cdef class SchedulerBlocks:
         finally:
             self.pool.leave()
 
-    def first_rows(self, block):
+    cdef object first_rows(self, int32_t first):
         """The float rows of the first tokens of a sequence that begins with a block, layer after layer: uint8, 1-D."""
-        cdef int32_t first
-        first, = self._checked([block])
         self.pool.enter()
         try:
             if not self.begins[first] or not self.pool.floats.float_of[first * self.pool.floats.per_block] >= 0:
@@ -136,11 +132,10 @@ cdef class SchedulerBlocks:
         finally:
             self.pool.leave()
 
-    def take(self, block_ids, first_rows):
+    cdef int take(self, list blocks, first_rows) except -1:
         """Take full blocks for written, whose codes came from elsewhere. `first_rows` of a sequence that begins with the first of
         them, or None."""
         cdef int32_t block
-        cdef list blocks = self._checked(block_ids)
         cdef bint begins = first_rows is not None and self.pool.has_sinks and len(blocks)
         self.pool.enter()
         try:
@@ -160,9 +155,9 @@ cdef class SchedulerBlocks:
                     at += len(row)
         finally:
             self.pool.leave()
+        return 0
 
-    @property
-    def first_rows_nbytes(self):
+    cdef Py_ssize_t first_rows_nbytes(self) except -1:
         """Bytes of `first_rows`; 0 in a pool whose sequences keep none."""
         cdef BlockMemory pieces = self.pool.floats.pieces
         if not self.pool.has_sinks:
@@ -172,13 +167,6 @@ cdef class SchedulerBlocks:
 
     cdef list _first_rows(self, int32_t block, bint copies):
         return sum([self.pool.floats.first_rows(block, layer, copies) for layer in range(self.pool.num_layers)], [])
-
-    cdef list _checked(self, block_ids):
-        ids = check_integers(block_ids, "block_ids", np.int64, 1).tolist()
-        for block in ids:
-            if not 0 <= block < self.pool.num_blocks:
-                raise ValueError(f"block_ids must be between 0 and {self.pool.num_blocks - 1}, got {block}")
-        return ids
 
     cdef list _writes_of(self, PreparedBatch batch):
         """What the step writes: (block, its index in its sequence, first offset, end), after checks."""

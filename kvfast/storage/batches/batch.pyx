@@ -91,7 +91,8 @@ cdef class PagedBatches(PagedSequences):
         if first_rows is not None:
             first_rows = np.asarray(first_rows)
             if first_rows.dtype != np.uint8 or first_rows.shape != (expected,):
-                raise ValueError(f"first_float_rows must be uint8 of shape ({expected},), got {first_rows.dtype} of shape {first_rows.shape}")
+                raise ValueError(f"first_float_rows must be uint8 of shape ({expected},), got {first_rows.dtype} of shape "
+                                 f"{first_rows.shape}")
         self.pool.enter()
         try:
             self._check_no_sequences(0)

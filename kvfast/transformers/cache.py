@@ -216,7 +216,7 @@ class KVFastCache(Cache):
         for layer in read_shape(config).layers:
             if layer.rope_dim is None:
                 shapes.append((layer.num_kv_heads, layer.head_dim, layer.v_head_dim or layer.head_dim))
-            elif config._attn_implementation == NAME:  # what a layer makes of its latents
+            elif self._config._attn_implementation == NAME:  # what a layer makes of its latents
                 shapes.append((config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim))
             else:
                 shapes.append((1, layer.head_dim, layer.rope_dim))

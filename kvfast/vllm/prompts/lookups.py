@@ -82,7 +82,8 @@ class Lookups:
         self._text = self._threads.submit(lambda: settings_text(vllm_config, kv_cache_config, options))
         self._known, self._plan, self._recent = {}, Plan(), {}
         self._is_idle = True
-        self._told = self._fetched = self._computed = 0.0  # tokens per second: fetched as told and as expected now, and computed
+        # Tokens per second: fetched, as a worker told and as is expected now; and computed.
+        self._told_rate, self._fetch_rate, self._compute_rate = 0.0, 0.0, 0.0
         self.figures = Figures()
 
     def add(self, request):
@@ -154,9 +155,10 @@ class Lookups:
 
     def measured(self, rates):
         """Take the tokens per second that the slowest worker fetches, and those that it computes. They come after every step."""
-        if rates.fetched != self._told:
-            self._told = self._fetched = rates.fetched
-        self._computed = rates.computed
+        if rates.fetched != self._told_rate:
+            self._told_rate = rates.fetched
+            self._fetch_rate = rates.fetched
+        self._compute_rate = rates.computed
 
     def close(self):
         self._threads.close(wait=False)
@@ -191,9 +193,9 @@ class Lookups:
 
     def _takes_longer(self, num_tokens):
         """Whether tokens take longer to fetch than to compute, as far as is known."""
-        if self._fetched >= self._computed:
+        if self._fetch_rate >= self._compute_rate:
             return False
-        self._fetched *= FORGETTING  # a store that got faster is found out
+        self._fetch_rate *= FORGETTING  # a store that got faster is found out
         return True
 
     def _chunk(self, known, index, block_ids, start=0):

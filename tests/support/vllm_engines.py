@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.config import KVTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -116,7 +116,12 @@ def in_engine(folder, use, **options):
     } | options
     gc.collect()
     with mock.patch.multiple(gc, collect=mock.DEFAULT, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT):
-        llm = LLM(str(folder), seed=0, **options)
+        try:
+            llm = LLM(str(folder), seed=0, **options)
+        except BaseException:
+            ensure_kv_transfer_shutdown()  # vLLM leaves it to the next engine
+            cleanup_dist_env_and_memory()
+            raise
         try:
             return use(llm)
         finally:

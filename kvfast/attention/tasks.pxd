@@ -9,16 +9,10 @@ from kvfast.core.kernels cimport (kv_kernels, kv_room, kv_rope_scratch, kv_score
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
 
 
-cdef extern from *:
-    """
-    static inline int kv_count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
-    static inline int kv_first_bit(uint64_t bits) { return bits ? __builtin_ctzll(bits) : 64; }
-    """
-    int kv_count_bits(uint64_t bits) noexcept nogil
-    int kv_first_bit(uint64_t bits) noexcept nogil
-
-
 cdef extern from "attention/walk/walk.h" nogil:
+    int kv_count_bits(uint64_t bits)
+    int kv_first_bit(uint64_t bits)
+
     ctypedef struct kv_call
     ctypedef struct kv_task
 

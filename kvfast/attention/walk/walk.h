@@ -16,6 +16,10 @@
 typedef struct kv_call kv_call;
 typedef struct kv_task kv_task;
 
+/* Of the drafts of a tree. */
+static inline int kv_count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
+static inline int kv_first_bit(uint64_t bits) { return bits ? __builtin_ctzll(bits) : 64; }
+
 /* One query token. It sees the positions below sink_stop and those from start to stop. In a spliced sequence a token has one
    for each segment that it sees, with the positions of that segment's table. */
 typedef struct {

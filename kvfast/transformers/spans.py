@@ -17,7 +17,7 @@ def recognise(blocks, kept, window, chunk, first=0):
     kept : ndarray of shape (batch, tokens), bool
         False for padding, which rows do not store.
     window, chunk : int or None
-        Of the layer.
+        The sliding window and the chunk of the layer, in tokens.
     first : int
         The first token, padding included, that the layer still has.
 

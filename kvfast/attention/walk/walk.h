@@ -16,7 +16,7 @@
 typedef struct kv_call kv_call;
 typedef struct kv_task kv_task;
 
-/* Of the drafts of a tree. */
+/* Bits of the ancestors of a draft, see kv_query. */
 static inline int kv_count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
 static inline int kv_first_bit(uint64_t bits) { return bits ? __builtin_ctzll(bits) : 64; }
 

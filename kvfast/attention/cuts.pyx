@@ -103,11 +103,12 @@ cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil
 
 cdef bint cut_alike(const kv_call *call, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil:
     """Whether two queries that read from `begin` on would be split in the same way if each were alone."""
-    cdef Py_ssize_t start = begin_of(a, begin), size
+    cdef Py_ssize_t start = begin_of(a, begin), size, span, other
     if start != begin_of(b, begin):
         return False
-    size = split_tokens(call, 1, a.stop - start)
-    return size == split_tokens(call, 1, b.stop - start) and (a.stop - start - 1) // size == (b.stop - start - 1) // size
+    span, other = max(a.stop - start, <Py_ssize_t>1), max(b.stop - start, <Py_ssize_t>1)  # a draft may see nothing before its tree
+    size = split_tokens(call, 1, span)
+    return size == split_tokens(call, 1, other) and (span - 1) // size == (other - 1) // size
 
 
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:

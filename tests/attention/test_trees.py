@@ -68,6 +68,19 @@ def test_any_tree_after_any_length(rng, length, dtype):
         assert relative_error(cache.attend(0, q, parents=parents), expected) < (1e-5 if dtype == "float32" else 1e-3)
 
 
+@pytest.mark.parametrize("tree", [0, 16, 256, 1024])
+def test_a_window_that_sees_nothing_before_the_tree(rng, tree):
+    """Not even in the tile where the tree begins."""
+    for parents in ([-1, 0, 0, -1, 1], [-1, 0, 1, 2]):
+        for options in ({"sliding_window": 1}, {"sliding_window": 2}, {"attention_chunk_size": 16}):
+            cache, q = kvfast.KVCache(1, HEADS, DIM, dtype="float32"), queries(rng, len(parents))
+            filled(cache, *tokens(rng, tree + len(parents)))
+            expected, _ = attention(q, cache.k(0), cache.v(0), parents=parents, **options)
+            assert relative_error(cache.attend(0, q, parents=parents, **options), expected) < 1e-5
+            ring = filled(kvfast.RingKVCache(1, HEADS, DIM, 17, dtype="float32"), *tokens(rng, tree + len(parents)))
+            assert ring.attend(0, q, parents=parents, **options).shape == q.shape
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
 def test_a_chain_and_no_tree_have_the_bits_of_causal_attention(rng, dtype):
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), *tokens(rng)), queries(rng, 40)

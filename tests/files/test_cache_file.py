@@ -691,6 +691,7 @@ def test_windows_of_any_size_reserve_nothing(path, rng, mmap):
                 assert ring.sliding_window == window and ring.nbytes < 1 << 20
                 fill(ring, rng, 100)
                 assert ring.nbytes < 1 << 20 and len(contents(ring)) == 7
+                assert ring.copy().nbytes < 1 << 20
 
 
 def test_rope_of_rings(path, rng, mmap):

@@ -223,7 +223,9 @@ cdef class BlockPool(BlockMemory):
 
     cdef BlockPool clone(self):
         """An empty pool of the same shape."""
-        return BlockPool(*self.settings)
+        cdef BlockPool other = BlockPool(*self.settings)
+        other.first_blocks = self.first_blocks  # fewer than the settings ask for, if a file told them
+        return other
 
     cdef BlockPool exact(self, Py_ssize_t num_blocks):
         """An empty pool of the same layers with `num_blocks` blocks."""

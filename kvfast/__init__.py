@@ -52,6 +52,7 @@ from kvfast.errors import (
     CorruptFileError,
     DimensionMismatchError,
     IncompatibleSnapshotError,
+    MissingCheckpointError,
     NonFiniteInputError,
     StoreError,
 )
@@ -112,6 +113,7 @@ __all__ = [  # noqa: RUF022  (by what it is for; the reference has the same grou
     "CorruptFileError",
     "DimensionMismatchError",
     "IncompatibleSnapshotError",
+    "MissingCheckpointError",
     "NonFiniteInputError",
     "StoreError",
 ]

@@ -5,7 +5,14 @@ All checks run before anything is written: a refused call leaves the cache as it
 
 from __future__ import annotations
 
-__all__ = ["CacheFullError", "CorruptFileError", "DimensionMismatchError", "IncompatibleSnapshotError", "NonFiniteInputError"]
+__all__ = [
+    "CacheFullError",
+    "CorruptFileError",
+    "DimensionMismatchError",
+    "IncompatibleSnapshotError",
+    "MissingCheckpointError",
+    "NonFiniteInputError",
+]
 
 
 class DimensionMismatchError(ValueError):
@@ -43,6 +50,23 @@ class CacheFullError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int]]:
         return type(self), (self.args[0], self.needed, self.free)
+
+
+class MissingCheckpointError(ValueError):
+    """A sequence has no checkpoint of its recurrent states after this number of tokens.
+
+    Attributes
+    ----------
+    nearest : int
+        The last position before it that has a checkpoint; 0, where there are no states yet, if none has.
+    """
+
+    def __init__(self, message: str, nearest: int) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return type(self), (self.args[0], self.nearest)
 
 
 class StoreError(OSError):

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.caches.splicing import Splicing
+from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.text import size_text
 from kvfast.storage.kinds import storage_of
-from kvfast.storage.settings import full
+from kvfast.storage.settings import full, with_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["KVCache"]
 
 
-class KVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
+class KVCache(SequenceCache, Splicing, States, StoredSequence, StorageProperties):
     """Contiguous key/value cache of one sequence.
 
     Parameters
@@ -44,6 +45,9 @@ class KVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
     v_head_dim : int, or a list with one per layer, optional
         head_dim of the values if it differs from that of the keys, as in multi-head latent attention without absorbed
         projections (DeepSeek: 192 and 128). The output of `attend` is as wide as the values.
+    max_state_bytes : int, optional
+        For a model that also has recurrent layers: the most bytes that the checkpoints of their states take, see `add_checkpoint`.
+        Where there are more, the cache drops those that lie close to others, and keeps the most among the newest tokens.
 
     Raises
     ------
@@ -93,9 +97,11 @@ class KVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
         block_size: int | None = None,
         secure: bool = False,
         v_head_dim: int | None | Sequence[int | None] = None,
+        max_state_bytes: int | None = None,
     ) -> None:
-        settings = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
-        self._open(settings, storage_of(settings, block_size, max_seq_len, secure))
+        layers = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
+        settings = with_states(layers, max_state_bytes)
+        self._open(settings, storage_of(settings, block_size, max_seq_len, secure, max_state_bytes))
 
     def __repr__(self) -> str:
         most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"

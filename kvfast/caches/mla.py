@@ -8,6 +8,7 @@ import numpy as np
 
 from kvfast.attention.options import Options
 from kvfast.caches.latent_rows import LatentRows
+from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.interchange import as_float32, as_floats
@@ -15,6 +16,7 @@ from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.storage.kinds import storage_of
 from kvfast.storage.settings import latent as latent_settings
+from kvfast.storage.settings import with_states
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -216,7 +218,7 @@ def _floats(array, name):
     return as_float32(array, name)
 
 
-class MLAKVCache(LatentSequence, LatentRows, StoredSequence, StorageProperties):
+class MLAKVCache(LatentSequence, LatentRows, States, StoredSequence, StorageProperties):
     """Contiguous cache of one sequence of a model with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     Each layer stores one row per token, shared by all heads: a latent, from which the model computes keys and values,
@@ -238,7 +240,7 @@ class MLAKVCache(LatentSequence, LatentRows, StoredSequence, StorageProperties):
         (`centring`, `per_channel`) or keep first tokens as floats are refused.
     block_size : int, optional
         As in `KVCache`; 64 by default.
-    secure : bool
+    secure, max_state_bytes
         As in `KVCache`.
 
     Raises
@@ -275,9 +277,10 @@ class MLAKVCache(LatentSequence, LatentRows, StoredSequence, StorageProperties):
         dtype: Any = "int8",
         block_size: int | None = None,
         secure: bool = False,
+        max_state_bytes: int | None = None,
     ) -> None:
-        settings = latent_settings(num_layers, latent_dim, rope_dim, dtype)
-        self._open(settings, storage_of(settings, block_size, max_seq_len, secure))
+        settings = with_states(latent_settings(num_layers, latent_dim, rope_dim, dtype), max_state_bytes)
+        self._open(settings, storage_of(settings, block_size, max_seq_len, secure, max_state_bytes))
 
     def __repr__(self) -> str:
         most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"

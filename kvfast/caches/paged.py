@@ -51,6 +51,8 @@ class PagedKVCache(PagedStorage, StorageProperties):
         block after block; or for each layer an array of shape (num_blocks, ...). The distance of its blocks may be any multiple
         of the alignment. Its first contents do not matter. kvfast keeps a reference to it, and never frees it or makes it larger.
         Without it the pool has memory of its own.
+    max_state_bytes : int, optional
+        As in `KVCache`, for each sequence; and once more for the checkpoints that `match_prefix` finds.
 
     Raises
     ------
@@ -113,6 +115,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         rollback: int = ROLLBACK,
         v_head_dim: int | None = None,
         buffer: Any = None,
+        max_state_bytes: int | None = None,
     ) -> None:
         for name, value in (
             ("num_kv_heads", num_kv_heads),
@@ -132,7 +135,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
             settings = ring(settings, check_size(sliding_window, "sliding_window", 1, MAX_TOKENS), num_sink_tokens, rollback)
         elif num_sink_tokens:
             raise ValueError(f"num_sink_tokens needs a sliding_window, as all tokens are kept without one, got {num_sink_tokens}")
-        super().__init__(settings, num_blocks, block_size, secure, buffer)
+        super().__init__(settings, num_blocks, block_size, secure, buffer, max_state_bytes)
 
     @property
     def sliding_window(self) -> int | None:

@@ -9,6 +9,7 @@ from kvfast.caches.latent_rows import LatentRows
 from kvfast.caches.mla import LatentSequence
 from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.caches.paged_storage import PagedStorage
+from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.storage.settings import latent as latent_settings
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["MLASequence", "PagedMLAKVCache"]
 
 
-class MLASequence(PagedSequence, LatentSequence, LatentRows, StoredSequence, StorageProperties):
+class MLASequence(PagedSequence, LatentSequence, LatentRows, States, StoredSequence, StorageProperties):
     """One sequence of a `PagedMLAKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
 
     Has the methods of `MLAKVCache`, and those of a `Sequence`.
@@ -55,6 +56,8 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         As in `MLAKVCache`.
     buffer : buffer of bytes, or one array per layer, optional
         As in `PagedKVCache`; its size is that of `buffer_layout` with `rope_dim`.
+    max_state_bytes : int, optional
+        As in `PagedKVCache`.
 
     Raises
     ------
@@ -92,8 +95,10 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         dtype: Any = "int8",
         secure: bool = False,
         buffer: Any = None,
+        max_state_bytes: int | None = None,
     ) -> None:
-        super().__init__(latent_settings(num_layers, latent_dim, rope_dim, dtype), num_blocks, block_size, secure, buffer)
+        settings = latent_settings(num_layers, latent_dim, rope_dim, dtype)
+        super().__init__(settings, num_blocks, block_size, secure, buffer, max_state_bytes)
 
     def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
         """Store rows of several sequences.

@@ -9,6 +9,7 @@ import numpy as np
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.splicing import Splicing
+from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.checks import check_size, checked_token_ids
@@ -40,7 +41,10 @@ class PagedSequence:
             raise TypeError(f"a {type(self).__name__} is made by its pool: see new_sequence(), match_prefix() and fork()")
         self._pool, self._settings, self._table = pool, pool._settings, pool._batches.new_table()
         # If a later step fails, this storage releases the blocks that the table holds by then.
-        self._storage = SequenceStorage([self._table], [(self._table, layer) for layer in range(pool.num_layers)])
+        layers = [(self._table, layer) for layer in range(pool.num_layers)]
+        self._storage, known = SequenceStorage([self._table], layers, None, pool._no_checkpoints), pool._known_states
+        if known is not None:
+            digests = digests[: known.last(digests)[0]]
         pool._batches.start(self._table, digests)
         found = self._table.length
         # None after tokens came without ids: later blocks cannot be indexed by their tokens.
@@ -48,6 +52,10 @@ class PagedSequence:
         self._digests = list(digests[: found // pool.block_size])
         # Without a salt of its own, that of its tokens may be another: they may come from a tenant's snapshot or store.
         self._salt = self._own_salt = salt
+        if known is not None and found:
+            count, checkpoint = known.last(self._digests)
+            self._storage.checkpoints = self._storage.checkpoints.plus(found := count * pool.block_size, checkpoint)
+            self.truncate(found)
         self.num_cached_tokens = found  # tokens that match_prefix found
 
     @property
@@ -91,7 +99,7 @@ class PagedSequence:
             self._token_ids = None
 
     def _make_known(self):
-        """Let `match_prefix` find the blocks that have filled up since the last call."""
+        """Let `match_prefix` find the blocks that have filled up since the last call, and checkpoints at ends of blocks."""
         index, size, first = self._pool._batches.index, self._pool.block_size, len(self._digests)
         if len(self._token_ids) // size > first:
             self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
@@ -99,6 +107,19 @@ class PagedSequence:
                 block = self._table.knowable_block(i)
                 if block >= 0:
                     index.add(self._digests[i], block)
+        if self._pool._known_states is not None:
+            for n, checkpoint in self._storage.checkpoints.held.items():
+                if n % size == 0:
+                    self._pool._known_states.add(self._digests[n // size - 1], checkpoint)
+
+    def add_checkpoint(self, states: Mapping[str, ArrayLike]) -> None:
+        self._storage.add_checkpoint(states, self._make_states_known)
+
+    add_checkpoint.__doc__ = StoredSequence.add_checkpoint.__doc__
+
+    def _make_states_known(self):
+        if self._token_ids is not None and len(self._token_ids) == len(self):
+            self._make_known()
 
     def truncate(self, n: int) -> None:
         self._storage.truncate(n, self._cut_ids)
@@ -133,6 +154,7 @@ class PagedSequence:
         self._digests, self.num_cached_tokens = other._digests.copy(), other.num_cached_tokens
         self._salt, self._own_salt = other._salt, other._own_salt
         self._storage.take_segments(other._storage)
+        self._storage.checkpoints = other._storage.checkpoints
 
     copy = fork
     __copy__ = fork
@@ -204,6 +226,7 @@ class PagedSequence:
         finally:
             self._pool._batches.free(self._table)
             self._storage.forget_segments()
+            self._storage.checkpoints = None
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -226,7 +249,7 @@ class PagedSequence:
         return f"{type(self).__name__}({self._shape()}, {state})"
 
 
-class Sequence(PagedSequence, SequenceCache, Splicing, StoredSequence, StorageProperties):
+class Sequence(PagedSequence, SequenceCache, Splicing, States, StoredSequence, StorageProperties):
     """One sequence of a `PagedKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
 
     Has the methods of `KVCache`. Use it in a ``with`` statement or call `free` to release its blocks. Otherwise they are

@@ -12,6 +12,8 @@ from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
 from kvfast.storage.batches.prepared_batch import PreparedBatch
 from kvfast.storage.kinds import pool_of
+from kvfast.storage.sequences.checkpoints import Checkpoints, KnownCheckpoints
+from kvfast.storage.settings import with_states
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -26,12 +28,14 @@ class PagedStorage:
 
     _sequence = PagedSequence  # class of its sequences
 
-    def __init__(self, settings, num_blocks, block_size, secure, buffer):
+    def __init__(self, settings, num_blocks, block_size, secure, buffer, max_state_bytes):
         if buffer is not None and secure:
             raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
-        self._settings = settings  # of each of its sequences
+        self._settings = settings = with_states(settings, max_state_bytes)  # of each of its sequences
         self._batches = pool_of(settings, num_blocks, block_size, secure, buffer)
         self._prompts = None, "", False, None  # see `use_prompt_cache`
+        self._known_states = None if max_state_bytes is None else KnownCheckpoints(max_state_bytes)
+        self._no_checkpoints = None if max_state_bytes is None else Checkpoints(max_state_bytes)  # of a new sequence
 
     def new_sequence(self, *, salt: bytes = b"") -> Any:
         """An empty sequence.
@@ -96,6 +100,9 @@ class PagedStorage:
 
         Notes
         -----
+        In a pool for a model with recurrent layers, it ends with the last block after which a sequence had a checkpoint:
+        ``states_at()`` of the result has the states.
+
         A format that seals blocks (`int4`, `k4v3`, `int3`, ``-recent``) reads the newest tokens of a text as floats, and a found block
         as codes. So the same request answered a second time, by found blocks, may differ in a few bits. `as_computed` avoids that for
         the price of one block of tokens more to compute, and of as many as the format reads as floats (for `int4` 64 and 16 tokens at
@@ -324,6 +331,8 @@ class PagedStorage:
             If a sequence or snapshot is left.
         """
         self._batches.clear()
+        if self._known_states is not None:
+            self._known_states.clear()
 
     def _save_freed(self, sequence, token_ids, salt):
         """Write the chunks of a sequence that is about to be freed."""

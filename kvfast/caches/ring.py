@@ -8,13 +8,14 @@ import numpy as np
 
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.caches.splicing import Splicing
+from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
 from kvfast.core.text import same_or_tuple, size_text
 from kvfast.storage.kinds import ROLLBACK, storage_of
-from kvfast.storage.settings import full, ring
+from kvfast.storage.settings import full, ring, with_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["RingKVCache"]
 
 
-class RingKVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
+class RingKVCache(SequenceCache, Splicing, States, StoredSequence, StorageProperties):
     """Key/value cache of a sliding window: constant memory for endless generation.
 
     Keeps the last `sliding_window` tokens, the first `num_sink_tokens` tokens permanently (attention sinks, StreamingLLM, arXiv
@@ -52,6 +53,8 @@ class RingKVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
     secure, block_size
         As in `KVCache`.
     v_head_dim : int, or a list with one per layer, optional
+        As in `KVCache`.
+    max_state_bytes : int, optional
         As in `KVCache`.
 
     Raises
@@ -99,10 +102,11 @@ class RingKVCache(SequenceCache, Splicing, StoredSequence, StorageProperties):
         secure: bool = False,
         block_size: int | None = None,
         v_head_dim: int | None | Sequence[int | None] = None,
+        max_state_bytes: int | None = None,
     ) -> None:
         layers = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
-        settings = ring(layers, sliding_window, num_sink_tokens, rollback, rope)
-        self._open(settings, storage_of(settings, block_size, secure=secure))
+        settings = with_states(ring(layers, sliding_window, num_sink_tokens, rollback, rope), max_state_bytes)
+        self._open(settings, storage_of(settings, block_size, None, secure, max_state_bytes))
 
     def _open(self, settings, storage):
         super()._open(settings, storage)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.interchange import as_floats
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Snapshot"]
 
 
-class Snapshot(StorageProperties):
+class Snapshot(States, StorageProperties):
     """The complete tokens of a cache at one point in time: from `KVCache.snapshot`, a file, or arrays.
 
     A snapshot shares the blocks of its cache. Only the block table is copied, and a block when the cache writes to it. The
@@ -90,7 +91,7 @@ class Snapshot(StorageProperties):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that only this snapshot needs: its table, and blocks that its cache has since overwritten or dropped."""
+        """Bytes that only this snapshot needs: its table, and blocks and checkpoints that its cache has since overwritten or dropped."""
         return self._storage.nbytes_alone
 
     def to_arrays(self) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
@@ -192,6 +193,7 @@ class Snapshot(StorageProperties):
               if there are any.
             - ``"layers.0.k.floats"`` ...: float rows in pieces of 16 tokens, of shape (num_pieces * num_kv_heads, bytes of
               a piece), piece after piece and head after head. Only present if there are any.
+            - ``"states.0"`` ...: the bytes of each checkpoint, of shape (1, bytes of a checkpoint).
             - ``"token_ids"``: int64 of shape (seq_len,), if they are known.
         """
         return to_arrays(self._settings, self._storage, self._token_ids, self._metadata, self._is_salted)
@@ -261,14 +263,19 @@ class Snapshot(StorageProperties):
                 append_decoded(cache._settings, storage, layer, k, v)
         if self.seq_len:
             storage.advance(self.seq_len)
+        storage.checkpoints = self._storage.checkpoints
         return storage
 
     def _copied(self, max_seq_len, block_size=None):
         """A storage of its own with the same tokens."""
-        storage = storage_of(self._settings, block_size or self.block_size, max_seq_len, self.secure)
+        storage = storage_of(self._settings, block_size or self.block_size, max_seq_len, self.secure, self.max_state_bytes)
         self._check_room(max_seq_len)
         storage.restore(self._storage)
         return storage
+
+    @property
+    def _held_states(self):
+        return None if self._storage.checkpoints is None else self._storage.checkpoints.held
 
     @property
     def _is_salted(self):
@@ -288,6 +295,11 @@ class Snapshot(StorageProperties):
         """Raise unless `cache` has the settings of this snapshot; those in `but` may differ."""
         mine, other = self._settings, cache._settings
         for name in mine | other:  # the kind first, and the number of layers before their settings
+            if name == "has_states" and mine.get(name) != other.get(name):
+                of = ("without", "with")[self._storage.checkpoints is not None]
+                raise IncompatibleSnapshotError(
+                    f"the snapshot is of a cache {of} recurrent states, and this cache is not: make it {of} max_state_bytes"
+                )
             if name not in but and mine.get(name) != other.get(name):
                 wrong = [_shown(name, settings.get(name)) for settings in (mine, other)]
                 raise IncompatibleSnapshotError(f"the snapshot has {name} {shown(wrong[0])}, the cache {shown(wrong[1])}")
@@ -296,7 +308,7 @@ class Snapshot(StorageProperties):
         """Whether both hold the same bytes for the same tokens; their block sizes may differ."""
         if not isinstance(other, Snapshot):
             return NotImplemented
-        if self._settings != other._settings or self.seq_len != other.seq_len:
+        if self._settings != other._settings or self.seq_len != other.seq_len or self._held_states != other._held_states:
             return False
         if self._storage.is_spliced or other._storage.is_spliced:
             same = self._storage.segment_list() == other._storage.segment_list()

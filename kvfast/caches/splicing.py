@@ -128,6 +128,8 @@ class Splicing:
 
     def _rotations(self, rope):
         """The rotation of each layer as `storage.splicing` takes it."""
+        if self._settings.get("has_states"):
+            raise ValueError("a cache with recurrent states cannot be spliced: they depend on every token before them")
         if self._settings.get("rope") is not None:
             raise ValueError("a ring with a rope cannot be spliced: it rotates queries and keys itself")
         ropes = list(rope) if isinstance(rope, (list, tuple)) else [rope] * self.num_layers

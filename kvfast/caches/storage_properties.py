@@ -60,7 +60,7 @@ class StorageProperties:
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved for keys and values, scales and padding included."""
+        """Bytes reserved for keys and values, scales and padding included, and for the states of checkpoints."""
         return self._storage.nbytes
 
     @property

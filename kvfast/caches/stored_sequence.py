@@ -87,8 +87,53 @@ class StoredSequence:
         """Keep the first `n` complete tokens. Tokens that were never counted with `advance` are dropped too.
 
         So ``truncate(len(cache))`` undoes a step that failed half way. The bytes of the kept tokens do not change.
+
+        Raises
+        ------
+        MissingCheckpointError
+            If the cache is of a model with recurrent states, and there is no checkpoint after `n` tokens. The attribute `nearest` of the
+            error is the last position before with one.
+        ValueError
+            If `n` is out of range, or if a ring has dropped tokens that it would need.
         """
         self._storage.truncate(n)
+
+    def add_checkpoint(self, states: Mapping[str, ArrayLike]) -> None:
+        """Keep the recurrent states of a model after all complete tokens, for `truncate`, snapshots and files.
+
+        Keys and values of a token can be dropped, a recurrent state cannot go back. So whoever computes gives the states at some
+        positions: after each piece of a prompt, before tokens that may be rejected, at the end of an answer.
+
+        Parameters
+        ----------
+        states : mapping of str to array
+            The states of all layers, under names of your choice: any numbers and shapes, bfloat16 as that of ml_dtypes. Copied. All
+            checkpoints of a cache have the same names, shapes and dtypes. States may be infinite; nothing looks at their values.
+
+        Raises
+        ------
+        DimensionMismatchError
+            If the names, shapes or dtypes are others than in the checkpoints before.
+        TypeError
+        ValueError
+            If the cache was made without `max_state_bytes`, if one checkpoint needs more, if there are no tokens, or tokens that were
+            never counted with `advance`.
+
+        Examples
+        --------
+        >>> import kvfast, numpy as np
+        >>> cache = kvfast.KVCache(1, 2, 64, max_state_bytes=1 << 20)
+        >>> for state in range(3):
+        ...     cache.append(0, *np.ones((2, 100, 2, 64), np.float32))
+        ...     cache.advance(100)
+        ...     cache.add_checkpoint({"recurrent": np.full((16, 64), state, np.float32)})
+        >>> cache.checkpoints
+        (100, 200, 300)
+        >>> cache.truncate(200)
+        >>> int(cache.states_at()["recurrent"][0, 0])
+        1
+        """
+        self._storage.add_checkpoint(states)
 
     def clear(self) -> None:
         """Drop all tokens; the memory is kept for new ones, except what a prompt took in a ring."""
@@ -239,7 +284,8 @@ class StoredSequence:
     def _tokens_text(self, most=""):
         """The number of tokens, for `__repr__`, with the number of uncounted tokens."""
         uncounted = self._storage.num_uncounted
-        return f"{len(self)}{most} tokens" + (f" + {uncounted} not counted" if uncounted else "")
+        checkpoints = "" if self._storage.checkpoints is None else f" with {len(self._storage.checkpoints.held)} checkpoints"
+        return f"{len(self)}{most} tokens" + (f" + {uncounted} not counted" if uncounted else "") + checkpoints
 
     @property
     def is_empty(self) -> bool:

@@ -20,8 +20,10 @@ from kvfast.core.limits import (
     MAX_Q_HEADS,
     MAX_RECENT_TOKENS,
     MAX_TOKENS,
+    UNLIMITED,
 )
 from kvfast.errors import CorruptFileError
+from kvfast.storage.sequences.checkpoints import DTYPES, MAX_STATE_BYTES, MAX_STATES, MOST_DIMS, MOST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,7 +152,7 @@ FORMAT = fields(
     num_recent_float_tokens_=integer(0, MAX_RECENT_TOKENS),
     calibration_=text("[0-9a-f]{32}", "32 hexadecimal digits"),
 )
-_DTYPE = {"num_layers": LAYERS, "dtype": list_of(FORMAT, 1)}
+_DTYPE = {"num_layers": LAYERS, "dtype": list_of(FORMAT, 1), "has_states_": TRUE}
 _BITS = integer(2, 8)
 SETTINGS = chosen(
     "kind",
@@ -194,6 +196,13 @@ TABLES = list_of(
     1,
 )
 
+STATES = Kind(
+    f"an object of 1 to {MAX_STATES} states",
+    lambda value: type(value) is dict and 0 < len(value) <= MAX_STATES and max(map(len, value)) <= MOST_NAME,
+    lambda value: ((f"[{i}]", one, STATE) for i, one in enumerate(value.values())),
+)
+STATE = fields(shape=list_of(integer(0, MAX_STATE_BYTES), 0, MOST_DIMS), dtype=text("|".join(DTYPES), "the name of a dtype"))
+
 HEADER = fields(
     version=TOKENS,
     settings=SETTINGS,
@@ -203,4 +212,7 @@ HEADER = fields(
     tables=TABLES,
     metadata=_STRINGS,
     salted_=TRUE,
+    max_state_bytes_=integer(1, UNLIMITED),
+    states_=STATES,
+    checkpoints_=list_of(integer(1, MAX_TOKENS), 1, MAX_TOKENS),
 )

@@ -13,6 +13,7 @@ from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import block_bytes
 from kvfast.files.fields import HEADER, check_fields, parsed
 from kvfast.storage.kinds import storage_of
+from kvfast.storage.sequences.checkpoints import Checkpoint, Checkpoints, StateForms
 from kvfast.storage.settings import SIZED, check_sized, checked_settings
 
 VERSION = 1
@@ -49,7 +50,14 @@ def header_of(settings, storage, metadata, is_salted=False):
         "seq_len": storage.length,
         "tables": storage.resume_states(),
         "metadata": metadata,
-    } | ({"salted": True} if is_salted else {})
+    }
+    if is_salted:
+        fields["salted"] = True
+    checkpoints = storage.checkpoints
+    if checkpoints is not None and checkpoints.max_bytes is not None:
+        fields["max_state_bytes"] = checkpoints.max_bytes
+    if checkpoints is not None and checkpoints.held:
+        fields |= {"states": checkpoints.forms.fields, "checkpoints": checkpoints.positions}
     return json_of(fields, separators=(",", ":"))
 
 
@@ -78,7 +86,14 @@ def named(layers):
 def arrays_of(storage):
     """The stored bytes of a cache, by name."""
     found = named(block_bytes.arrays(storage))
-    return {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in found}
+    arrays = {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in found}
+    held = () if storage.checkpoints is None else storage.checkpoints.held.values()
+    return arrays | dict(zip(_state_names(len(held)), (one.data.reshape(1, -1) for one in held)))
+
+
+def _state_names(count):
+    """Names of the bytes of checkpoints. They sort after those of `named`, whose arrays begin at a page of a file."""
+    return [f"states.{i:0{len(str(count))}}" for i in range(count)]
 
 
 class Opening:
@@ -120,9 +135,43 @@ class Opening:
         if json_of(self.settings, sort_keys=True) != given:
             raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
         check_sized(settings, max_seq_len)
-        self._sides = self._checked_sides(places, shapes)
+        self._max_state_bytes = fields.get("max_state_bytes")
+        self._checkpoints = self._checked_checkpoints(fields.get("checkpoints", []), fields.get("states"))
+        self._sides = self._checked_sides(places, self._without_states(shapes))
         self._reserve = max_seq_len
         self.storage.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
+
+    def _checked_checkpoints(self, positions, states):
+        """The position and the forms of each checkpoint."""
+        has_states, ascending = "has_states" in self.settings, sorted({one for one in positions if one <= self.seq_len})
+        if (
+            bool(positions) != (states is not None)
+            or positions != ascending
+            or (not has_states and (positions or self._max_state_bytes))
+        ):
+            raise CorruptFileError(f"the header describes no cache: one of {self.seq_len} tokens with {len(positions)} checkpoints")
+        try:
+            forms = StateForms(states or {})
+        except ValueError as error:
+            raise CorruptFileError(f"the header describes no cache: {error}") from None
+        return [(one, forms) for one in positions]
+
+    def _without_states(self, shapes):
+        """The shapes of other arrays than checkpoints, whose own are checked."""
+        others = dict(shapes)
+        for name, (_, forms) in zip(_state_names(len(self._checkpoints)), self._checkpoints):
+            shape = others.pop(name, None)
+            if shape != (1, forms.nbytes):
+                raise CorruptFileError(f"{name} must have shape {1, forms.nbytes}, got {shape}")
+        return others
+
+    def _take_states(self):
+        """Give the storage its checkpoints, whose bytes are still to be written: the result is that of `take`."""
+        if "has_states" not in self.settings:
+            return []
+        held = [(position, Checkpoint(forms, forms.empty(secure=False))) for position, forms in self._checkpoints]
+        self.storage.checkpoints = Checkpoints(self._max_state_bytes, held)
+        return [(name, [one.data.reshape(1, -1)], None) for name, (_, one) in zip(_state_names(len(held)), held)]
 
     def _checked_sides(self, places, shapes):
         """Check the shapes of all arrays. Returns the names of those with full blocks."""
@@ -159,7 +208,7 @@ class Opening:
 
         Returns
         -------
-        iterable of (str, list of arrays, StoredFloats)
+        iterable of (str, list of arrays, StoredFloats or None)
             The name of each array, the rows that its bytes are written to, and a check of what is written.
         """
         if self._reserve is not None:
@@ -167,6 +216,7 @@ class Opening:
         block_bytes.reopen(self.storage, self.seq_len, self.tables)
         for name, array in named(block_bytes.targets(self.storage)):
             yield name, [array] if isinstance(array, np.ndarray) else array, self._floats_of(name)
+        yield from self._take_states()
 
     def _floats_of(self, name):
         _, layer, side, kind = name.split(".")
@@ -183,8 +233,8 @@ class Opening:
 
         Returns
         -------
-        iterable of (str, list of arrays, StoredFloats)
-            As in `take`, for the blocks that are not full and for float rows.
+        iterable of (str, list of arrays, StoredFloats or None)
+            As in `take`, for the blocks that are not full, for float rows and for states.
         """
         storage, names, sides = self.storage, iter(self._sides), []
         for heads in np.repeat(self._heads(), 2).tolist():  # keys and values
@@ -200,6 +250,7 @@ class Opening:
         for name, array in named(block_bytes.targets(storage)):
             if not isinstance(array, np.ndarray):
                 yield name, array, self._floats_of(name)
+        yield from self._take_states()
 
 
 def _fields(text):
@@ -275,7 +326,8 @@ def from_arrays(arrays, calibration=None):
         for row, source in zip(rows, [arrays[name]] if len(rows) == 1 and rows[0].ndim == 2 else arrays[name]):
             row[...] = source
             try:
-                check(row)
+                if check is not None:
+                    check(row)
             except CorruptFileError as error:
                 raise CorruptFileError(f"{name} cannot be used: {error}") from None
     return opening.settings, opening.storage, token_ids, opening.metadata, opening.salt

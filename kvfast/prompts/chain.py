@@ -16,7 +16,7 @@ LISTED_TOKENS = 16
 
 
 def key_of(kind: str, digest: bytes) -> str:
-    """The key of a value: "c" for a chunk, "e" for the end of a prompt, "t" for a list of tails."""
+    """The key of a value: "c" for a chunk, "e" for the end of a prompt, "s" for states after one of both, "t" for a list of tails."""
     return f"{kind}-{digest.hex()}"
 
 
@@ -63,6 +63,10 @@ class Chain:
     def end(self, node: int, tail: NDArray[np.int64]) -> bytes:
         """Digest of the end of a prompt with these tokens after a node."""
         return self._digest(b"end", self.nodes[node], tail.astype("<i8").tobytes())
+
+    def states(self, node: int, tail: NDArray[np.int64] | None = None) -> bytes:
+        """Digest of the recurrent states after a node, or after the end of a prompt with these tokens after it."""
+        return self._digest(b"states", self.nodes[node] if tail is None else self.end(node, tail))
 
     def tails(self, node: int, length: int | None = None) -> list[bytes]:
         """Digests of the lists in which a prompt finds tails after a node; with `length`, only of the one that has its own

@@ -1,4 +1,4 @@
-"""The payloads of chunks, of ends of prompts, and of lists of tails."""
+"""The payloads of chunks, of ends of prompts, of recurrent states, and of lists of tails."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import CorruptFileError
 from kvfast.files import block_bytes, chunk_bytes
-from kvfast.files.fields import TABLES, check_fields, parsed
+from kvfast.files.fields import STATES, TABLES, check_fields, parsed
 from kvfast.prompts.envelope import complete, new_value
+from kvfast.storage.sequences.checkpoints import Checkpoint, StateForms
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -110,6 +111,34 @@ class End:
         payload[4 : 4 + len(states)] = states
         block_bytes.copy_rows(rows, payload[4 + len(states) :], False)
         return complete(value, digest, secret, storage.length)
+
+
+def states_value(checkpoint: Checkpoint, digest: bytes, secret: bytes, num_tokens: int) -> bytearray:
+    """The value of the states after `num_tokens` tokens."""
+    header = json.dumps(checkpoint.forms.fields, separators=(",", ":")).encode()
+    start = 4 + len(header)
+    value, payload = new_value(start + len(checkpoint.data))
+    struct.pack_into("<I", payload, 0, len(header))
+    payload[4:start], payload[start:] = header, checkpoint.data
+    return complete(value, digest, secret, num_tokens)
+
+
+def states_of(payload: memoryview, secure: bool) -> Checkpoint:
+    """The states in a value; CorruptFileError for other bytes, before anything is allocated by what they claim."""
+    try:
+        (nbytes,) = struct.unpack_from("<I", payload)
+        if nbytes > min(MAX_HEADER, len(payload) - 4):
+            raise ValueError(f"a header of {nbytes} bytes")
+        fields = parsed(bytes(payload[4 : 4 + nbytes]))
+        check_fields(fields, STATES, "states")
+        forms, given = StateForms(fields), payload[4 + nbytes :]
+        if len(given) != forms.nbytes:
+            raise ValueError(f"{len(given)} bytes, where {forms.nbytes} are needed")
+    except (ValueError, RecursionError, struct.error) as error:
+        raise CorruptFileError(f"it holds no states: {error}") from None
+    data = forms.empty(secure)
+    data[:] = np.frombuffer(given, np.uint8)
+    return Checkpoint(forms, data)
 
 
 def tails_value(tails: list[NDArray[np.int64]], digest: bytes, secret: bytes) -> bytearray:

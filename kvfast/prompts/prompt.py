@@ -37,6 +37,8 @@ class Prompt:
     ----------
     keeps_all : bool
         Whether no layer evicts tokens. Otherwise a prefix can only be restored with the end of a prompt.
+    has_states : bool
+        Whether a prefix can only be restored where the store has the recurrent states after it.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Prompt:
         self.block_size = block_size_of(storage_in(cache).formats, None, BLOCK_SIZE)
         if chunk_tokens % self.block_size:
             raise ValueError(f"chunk_tokens must be a multiple of the {self.block_size} tokens of a block, got {chunk_tokens}")
-        self._secure = cache.secure
+        self.secure, self.has_states = cache.secure, "has_states" in self.settings
         self.template = storage_in(cache) if cache.block_size == self.block_size else self.empty()
         self.form = ChunkForm(self.template, chunk_tokens)
         self.keeps_all = chunk_bytes.keeps_everything(self.template)
@@ -63,13 +65,22 @@ class Prompt:
         """Digests of the first `count` chunks; none if no layer keeps all tokens."""
         return [self.chain.chunk(i) for i in range(count if self.form.nbytes(0) else 0)]
 
+    def states(self, snapshot: Any, node: int, tail: NDArray[np.int64] | None) -> dict[bytes, tuple[int, Any]]:
+        """The checkpoints of a snapshot that a store takes, with their positions and by their digests: those after chunks up to a node,
+        and with `tail` that after the end."""
+        held, size = storage_in(snapshot).checkpoints.held if self.has_states else {}, self.chunk_tokens
+        found = {self.chain.states(n // size): (n, one) for n, one in held.items() if n % size == 0 and n // size <= node}
+        if tail is not None and len(snapshot) in held:
+            found[self.chain.states(node, tail)] = len(snapshot), held[len(snapshot)]
+        return found
+
     def end(self, payload: memoryview, node: int, seq_len: int) -> End:
         """The end of a prompt of `seq_len` tokens after a node; CorruptFileError."""
         return End(payload, self.template, node * self.form.blocks, seq_len)
 
     def empty(self) -> Any:
         """The storage of an empty cache with the settings, and with the blocks of chunks."""
-        return storage_of(self.settings, self.block_size, secure=self._secure)
+        return storage_of(self.settings, self.block_size, secure=self.secure)
 
     def storage_with(self, snapshot: Any) -> Any:
         """The storage of a snapshot, with the blocks of chunks."""

@@ -16,7 +16,7 @@ from kvfast.files.cache_file import need_files
 from kvfast.prompts.chain import key_of
 from kvfast.prompts.envelope import HEADER_BYTES
 from kvfast.prompts.patient import PatientStore
-from kvfast.prompts.payloads import End, tails_of, tails_value
+from kvfast.prompts.payloads import End, states_value, tails_of, tails_value
 from kvfast.prompts.prompt import Prompt
 from kvfast.prompts.reader import Reader
 from kvfast.prompts.stats import PromptCacheStats
@@ -159,12 +159,21 @@ class PromptCache:
         end, (*_, listed) = chain.end(node, tail), chain.tails(node, len(tail))
         (known,) = self._reader.values("t", [listed], deadline, tails_of) if with_end else (None,)
         others = [one for one in known or () if not np.array_equal(one, tail)]
-        # The same prompt, or one that goes on, may be there already.
-        ends = [end, *(chain.end(node, one) for one in others if len(one) > len(tail) and np.array_equal(one[: len(tail)], tail))]
-        keys = [key_of("c", one) for one in chunks] + [key_of("e", one) for one in ends if with_end]
-        here = self._patient.contains_many(keys, deadline)
-        kept = next((one for one, is_here in zip(ends, here[len(chunks) :]) if is_here), None)
-        values, used = {}, [key_of("c", one) for one in reversed(chunks)]
+        # The same prompt, or one that goes on, may be there already. Of one that goes on, the states are those after its own end.
+        longer = [one for one in others if len(one) > len(tail) and np.array_equal(one[: len(tail)], tail) and not prompt.has_states]
+        ends = [end, *(chain.end(node, one) for one in longer)]
+        states = prompt.states(snapshot, node, tail if with_end else None)
+        keys = [
+            key_of(kind, one) for kind, digests in (("c", chunks), ("s", states), ("e", ends if with_end else ())) for one in digests
+        ]
+        here = dict(zip(keys, self._patient.contains_many(keys, deadline)))
+        kept = next((one for one in ends if here.get(key_of("e", one))), None)
+        used = keys[len(chunks) + len(states) - 1 :: -1] if chunks or states else []
+        values = {
+            key: states_value(one, digest, self._secret, n)
+            for digest, (n, one) in states.items()
+            if not here[key := key_of("s", digest)]
+        }
         if with_end:
             # In this order the chunks, which the others need, are removed last.
             used = [key_of("t", listed), key_of("e", kept or end), *used]
@@ -175,7 +184,7 @@ class PromptCache:
         if self.max_bytes is not None and total > self.max_bytes:
             return False
         # All bytes are read now, as the cache may change when this returns.
-        new = [i for i, is_here in enumerate(here[: len(chunks)]) if not is_here]
+        new = [i for i, key in enumerate(keys[: len(chunks)]) if not here[key]]
         calls = [self._put(keys[i], form.read(storage, i, chunks[i], self._secret)) for i in new]
         calls += [self._put(key, value) for key, value in values.items()]
         done = self._writer.after(calls, lambda: self._patient.touch(used, is_hit=False))
@@ -242,7 +251,7 @@ class PromptCache:
             raise TypeError(f"sequence must be one of a pool, got {type(sequence).__name__}; restore() fills other caches")
         token_ids, held = checked_token_ids(token_ids), len(sequence)
         begin, prompt = time.perf_counter(), self._prompt(sequence, token_ids, model, salt, tokens_per_second)
-        if not prompt.keeps_all or sequence.block_size != prompt.block_size:
+        if not prompt.keeps_all or prompt.has_states or sequence.block_size != prompt.block_size:
             other = sequence.fork()  # of the same tenant
             other.clear()
             try:

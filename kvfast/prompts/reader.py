@@ -14,7 +14,7 @@ from kvfast.files import chunk_bytes
 from kvfast.prompts.chain import key_of
 from kvfast.prompts.envelope import payload_of
 from kvfast.prompts.fetching import fetch_chunks
-from kvfast.prompts.payloads import tails_of
+from kvfast.prompts.payloads import states_of, tails_of
 
 if TYPE_CHECKING:
     from kvfast.prompts.patient import PatientStore
@@ -46,6 +46,8 @@ class Reader:
             count = (*self._store.contains_many(keys, deadline), False).index(False)
         least = count * size if prompt.keeps_all else 0
         choices = [(least, count, None, None)] if least else []
+        if prompt.has_states and least:
+            least, choices = 0, [(node * size, node, None, None) for node in range(1, count + 1)]
         # Blocks whose tokens still have float rows are in no chunk, so an end may begin before the last chunk. Layers with windows
         # are in ends alone, of which any may be the longest that fits.
         first = max(count - 1, 0) if prompt.keeps_all else 0
@@ -57,7 +59,16 @@ class Reader:
             behind = prompt.token_ids[node * size : most]
             found = [(node * size + _common(tail, behind), node, tail, digest) for tail in tails or ()]
             choices += [choice for choice in found if choice[0] > least]
+        if prompt.has_states:
+            choices = self._with_states(choices, prompt, deadline)
         return sorted(choices, key=lambda choice: choice[:2], reverse=True)
+
+    def _with_states(self, choices, prompt, deadline):
+        """The choices after whose tokens the store has states: whole chunks, or a whole end."""
+        size = prompt.chunk_tokens
+        choices = [one for one in choices if one[2] is None or one[0] == one[1] * size + len(one[2])]
+        keys = [key_of("s", prompt.chain.states(node, tail)) for _, node, tail, _ in choices]
+        return [one for one, is_here in zip(choices, self._store.contains_many(keys, deadline)) if is_here]
 
     def fill(self, cache, prompt, num_tokens, node, tail, listed, tokens_per_second, deadline):
         """Fill an empty cache with one of `choices`. Returns the number of tokens that it holds then."""
@@ -69,6 +80,11 @@ class Reader:
             (end,) = self.values("e", [digest], deadline, lambda payload: prompt.end(payload, node, seq_len))
             if end is None:
                 return 0
+        if prompt.has_states:
+            states = prompt.chain.states(node, tail)
+            (checkpoint,) = self.values("s", [states], deadline, lambda payload: states_of(payload, prompt.secure))
+            if checkpoint is None:
+                return 0
         direct = cache.block_size == prompt.block_size and seq_len <= _room(cache)
         storage = storage_in(cache) if direct else prompt.empty()
         try:
@@ -78,7 +94,9 @@ class Reader:
                 end.open(storage)
             good = self.write_chunks(storage, prompt, range(len(chunks)), deadline, end=end)
             if good < len(chunks):
-                num_tokens = good * prompt.chunk_tokens
+                num_tokens = 0 if prompt.has_states else good * prompt.chunk_tokens
+            if prompt.has_states and num_tokens:
+                storage.checkpoints = storage.checkpoints.plus(num_tokens, checkpoint)
             target = cache if direct else storage  # a Sequence cuts its token ids as well
             try:
                 target.truncate(num_tokens)
@@ -91,6 +109,7 @@ class Reader:
             cache.clear()
             raise
         used = [key_of("c", one) for one in reversed(chunks[:good])]
+        used = [key_of("s", states), *used] if prompt.has_states and len(cache) else used
         self._store.touch(used if end is None else [key_of("t", listed), key_of("e", digest), *used])
         return len(cache)
 

@@ -12,6 +12,7 @@ from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.storage.batches.batch import PagedBatches
 from kvfast.storage.memory.pool import BlockPool
+from kvfast.storage.sequences.checkpoints import Checkpoints
 from kvfast.storage.sequences.sequence import SequenceStorage
 from kvfast.storage.settings import check_sized
 from kvfast.storage.tables.block_table import BlockTable
@@ -22,7 +23,7 @@ GROW_BLOCKS = 8  # that a growing cache starts with
 ROLLBACK = 64  # tokens before its window that a ring keeps
 
 
-def storage_of(settings, block_size=None, max_seq_len=None, secure=False):
+def storage_of(settings, block_size=None, max_seq_len=None, secure=False, max_state_bytes=None):
     """The storage of an empty cache of one sequence.
 
     Parameters
@@ -35,6 +36,8 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False):
         Largest number of tokens. Their blocks are then reserved at once.
     secure : bool
         Whether memory is overwritten before it is given back.
+    max_state_bytes : int, optional
+        The most bytes of checkpoints, for settings with states.
 
     Returns
     -------
@@ -76,7 +79,7 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False):
         tables.append(table)
         for place, layer in enumerate(layers):
             places[layer] = table, place
-    return SequenceStorage(tables, places, max_seq_len)
+    return SequenceStorage(tables, places, max_seq_len, Checkpoints(max_state_bytes) if settings.get("has_states") else None)
 
 
 def pool_of(settings, num_blocks, block_size=None, secure=False, buffer=None):

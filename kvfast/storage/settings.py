@@ -89,9 +89,19 @@ def heads(num_heads, config, num_layers=1):
     return {"kind": "heads", "num_layers": num_layers, "num_heads": num_heads, "config": asdict(config)}
 
 
+def with_states(settings, max_state_bytes):
+    """The settings of a cache of a model with recurrent states; of one without for a `max_state_bytes` of None."""
+    if max_state_bytes is None:
+        return settings
+    check_size(max_state_bytes, "max_state_bytes", 1)
+    return settings | {"has_states": True}
+
+
 def checked_settings(fields):
     """The settings that a file tells; KeyError for an unknown kind."""
     others = dict(fields)
+    if others.pop("has_states", False):
+        return checked_settings(others) | {"has_states": True}
     kind = others.pop("kind")
     if kind == "ring":
         windows, num_sink_tokens, rollback, rope = [others.pop(name) for name in ("windows", "num_sink_tokens", "rollback", "rope")]

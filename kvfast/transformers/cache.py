@@ -1,5 +1,6 @@
 """The cache that ``generate`` takes."""
 
+import contextlib
 import copy
 import warnings
 
@@ -14,8 +15,9 @@ from kvfast.planning.key_bias import key_bias_note
 from kvfast.planning.model_shape import read_shape
 from kvfast.prompts.prompt_cache import PromptCache
 from kvfast.transformers.attention import NAME
-from kvfast.transformers.layers import KINDS, check_croppable, new_layer, select_states
+from kvfast.transformers.layers import KINDS, new_layer
 from kvfast.transformers.rows import Rows
+from kvfast.transformers.states import LayerStates, Recomputing
 
 __all__ = ["KVFastCache"]
 
@@ -39,6 +41,13 @@ class KVFastCache(Cache):
         Tokens that `crop` can go back in layers with a sliding window.
     prompt_cache : kvfast.PromptCache, or its `store` argument, optional
         Where `restore_prompt` and `save_prompt` keep prompts.
+    max_state_bytes : int
+        For a model with recurrent layers: the most bytes of a row's checkpoints, see `kvfast.KVCache`.
+    checkpoint_tokens : int
+        Generated tokens from one checkpoint to the next. There are others before and after every piece of a prompt.
+    model : PreTrainedModel, optional
+        For a model with recurrent layers, that which the cache is used with: where `crop` finds no checkpoint, the cache lets it compute
+        the tokens since the last one again. Assisted generation needs this.
 
     Raises
     ------
@@ -51,9 +60,11 @@ class KVFastCache(Cache):
     no block, and a beam copies a block before it writes to it. To keep a row on disk, call ``cache.rows[0].save(path)``
     between steps.
 
-    Layers may differ in their KV heads, their head_dim, and the tokens that they see: all, a sliding window, or chunks. Layers
-    with a state, such as linear attention or a convolution, keep it in transformers' own tensors, which `rows` and `nbytes`
-    leave out. A layer that reads the keys and values of another layer stores nothing.
+    Layers may differ in their KV heads, their head_dim, and the tokens that they see: all, a sliding window, or chunks. A layer that
+    reads the keys and values of another layer stores nothing.
+
+    Layers with a state, such as linear attention or a convolution, keep it in transformers' own tensors, which `nbytes` leaves out.
+    `rows` have copies of all states at some positions, their `checkpoints`: for snapshots, files and prompt stores, and to go back.
 
     Keys and values may have different widths. Each side is stored in its own width.
 
@@ -68,7 +79,20 @@ class KVFastCache(Cache):
     KVFastCache(int8, 30 layers, batch of 1, 25 tokens, 1.5 MiB)
     """
 
-    def __init__(self, config, dtype="int4", k_dtype=None, v_dtype=None, *, max_seq_len=None, rollback=64, prompt_cache=None):
+    def __init__(
+        self,
+        config,
+        dtype="int4",
+        k_dtype=None,
+        v_dtype=None,
+        *,
+        max_seq_len=None,
+        rollback=64,
+        prompt_cache=None,
+        max_state_bytes=1 << 30,
+        checkpoint_tokens=512,
+        model=None,
+    ):
         if not hasattr(config, "get_text_config"):
             raise TypeError(f"config must be the configuration of a model, got a {type(config).__name__}: pass model.config")
         if getattr(config, "is_encoder_decoder", False):
@@ -115,16 +139,53 @@ class KVFastCache(Cache):
         self._config, self._dtype, self._max_seq_len = config, dtype, max_seq_len
         self.prompt_cache = prompt_cache if prompt_cache is None or isinstance(prompt_cache, PromptCache) else PromptCache(prompt_cache)
         settings = {"dtype": dtype, "k_dtype": k_dtype, "v_dtype": v_dtype}
+        if any(kind.has_state for kind in kinds):
+            settings["max_state_bytes"] = check_size(max_state_bytes, "max_state_bytes", 1)
+        self._checkpoint_tokens = check_size(checkpoint_tokens, "checkpoint_tokens", 1)
         self._rows = Rows(stored, windows, chunks, configured, settings, max_seq_len, rollback)
         places = {index: place for place, index in enumerate(stored)}
         self._kinds = [(kind, places.get(index), options[index].get("number_of_states", 1)) for index, kind in enumerate(kinds)]
         super().__init__(layers=self._new_layers())
+        self._states = self._new_states()
+        self._again = Recomputing(model, self) if self._states and model is not None else None
 
     def _new_layers(self):
         return [new_layer(*kind, (self._config, self._rows), self._max_seq_len) for kind in self._kinds]
 
+    def _new_states(self):
+        has_states = any(kind.has_state for kind, *_ in self._kinds)
+        return LayerStates(self.layers, self._rows, self._checkpoint_tokens) if has_states else None
+
+    def _enter(self, layer_idx):
+        if self._states:
+            self._states.enter(layer_idx)
+
+    # As a model calls them in each of its layers, in their order.
+
+    def get_conv_state(self, layer_idx, *args, **options):
+        self._enter(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **options)
+
+    def get_recurrent_state(self, layer_idx, *args, **options):
+        self._enter(layer_idx)
+        return super().get_recurrent_state(layer_idx, *args, **options)
+
+    def update_conv_state(self, conv_states, layer_idx, *args, **options):
+        self._enter(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **options)
+
+    def update_recurrent_state(self, recurrent_states, layer_idx, *args, **options):
+        self._enter(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **options)
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        if self._states:
+            self._states.coming = query_length
+        return super().get_mask_sizes(query_length, layer_idx)
+
     def update(self, key_states, value_states, layer_idx, *args, **options):
         """Store the keys and values of a layer; see transformers' ``Cache.update``."""
+        self._enter(layer_idx)
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"this cache was made for the {len(self.layers)} layers of a {self._config.model_type}, and the model has a "
@@ -134,8 +195,12 @@ class KVFastCache(Cache):
 
     @property
     def rows(self):
-        """The caches of the batch's rows: a list of `kvfast.KVCache` or `kvfast.RingKVCache`."""
-        return list(self._rows.settled())
+        """The caches of the batch's rows: a list of `kvfast.KVCache` or `kvfast.RingKVCache`. Those of a model with recurrent layers have
+        a checkpoint after their last token."""
+        rows = list(self._rows.settled())
+        if self._states:
+            self._states.take()
+        return rows
 
     @property
     def batch_size(self):
@@ -149,7 +214,7 @@ class KVFastCache(Cache):
 
     @property
     def nbytes(self):
-        """Bytes reserved for keys and values; blocks that beams share count once."""
+        """Bytes reserved for keys, values and checkpoints; what beams share counts once."""
         return self._rows.nbytes
 
     def restore_prompt(self, input_ids, model=None, *, tokens_per_second=None):
@@ -172,20 +237,57 @@ class KVFastCache(Cache):
         Raises
         ------
         ValueError
-            If the cache is not empty, if there is more than one prompt, or if layers of the model keep a state.
+            If the cache is not empty, or if there is more than one prompt.
         """
         token_ids, model = self._prompt(input_ids, model)
         if self._rows.rows:
             raise ValueError("restore_prompt fills an empty cache: reset() it before")
-        if any(kind.has_state for kind, *_ in self._kinds):
-            raise ValueError(f"layers of {self._config.model_type} keep a state, which a PromptCache does not have")
-        row = self._rows.begin(self._row_shapes(), self._config._attn_implementation == NAME)
         found = 0
-        try:
+        with self._filling() as (row,):
             found = self.prompt_cache.restore(row, token_ids, model, tokens_per_second=tokens_per_second)
-        finally:
-            self._rows.go_on_from(found)
+        self._jumped(found, token_ids[:found])
         return found
+
+    def restore(self, snapshots):
+        """Take the tokens of snapshots, one for each row of a batch.
+
+        Parameters
+        ----------
+        snapshots : list of kvfast.Snapshot
+            Of `rows` of a cache for the same model, or from their files. If some have fewer tokens, their rows are padded on the left:
+            pass an ``attention_mask`` that says so.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not empty, or there is no snapshot.
+        kvfast.IncompatibleSnapshotError
+            If a snapshot is of another model, or of other formats.
+        kvfast.MissingCheckpointError
+            If the model has recurrent layers, and a snapshot has no checkpoint after its last token.
+        """
+        if self._rows.rows or not len(snapshots):
+            raise ValueError("restore fills an empty cache from at least one snapshot: reset() it before")
+        if self._states:
+            for one in snapshots:
+                one.states_at()
+        with self._filling(len(snapshots)) as rows:
+            for row, snapshot in zip(rows, snapshots):
+                row.restore(snapshot)
+        self._jumped(len(rows[0]), () if snapshots[0].token_ids is None else snapshots[0].token_ids)
+
+    @contextlib.contextmanager
+    def _filling(self, batch=1):
+        """Rows to be filled otherwise than by the model."""
+        rows = self._rows.begin(self._row_shapes(), self._config._attn_implementation == NAME, batch)
+        try:
+            yield rows
+            self._rows.go_on()
+            if self._states and self._rows.rows:
+                self._states.load()
+        except BaseException:
+            self.reset()
+            raise
 
     def save_prompt(self, input_ids, model=None):
         """Save the tokens that the cache holds in `prompt_cache`.
@@ -236,6 +338,8 @@ class KVFastCache(Cache):
         """Forget everything, the size of the batch included."""
         self._rows.clear()
         self.layers = self._new_layers()
+        self._states = self._new_states()
+        self._jumped(0)
 
     def crop(self, tokens_to_remove):
         """Drop the last tokens of every row.
@@ -248,18 +352,36 @@ class KVFastCache(Cache):
         Raises
         ------
         ValueError
-            For a positive number, if a sliding window has dropped tokens that it would need, or if a layer keeps a state that
-            cannot go back. The cache stays as it was.
+            For a positive number, or if a sliding window has dropped tokens that it would need. The cache stays as it was.
+        kvfast.MissingCheckpointError
+            If the model has recurrent layers, there is no checkpoint after the tokens that stay, and the cache was made without `model`.
+            The cache stays as it was.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative integer, got {tokens_to_remove}")
         if self._rows.rows:
-            if tokens_to_remove:
-                check_croppable(self.layers)
+            if tokens_to_remove and not self._states:
                 self._rows.crop(-tokens_to_remove)
-            for layer in self.layers:
-                if getattr(layer, "record_past", False):
-                    layer.crop(tokens_to_remove)
+            elif tokens_to_remove:
+                self._states.crop(-tokens_to_remove, self, self._again)
+                if self._again is not None:
+                    self._again.cut(len(self._rows.settled()[0]))
+            elif self._states:
+                self._states.crop_records(0)
+
+    def _jumped(self, n, token_ids=()):
+        if self._again is not None:
+            self._again.jumped(n, np.asarray(token_ids, np.int64).tolist())
+
+    @property
+    def is_croppable(self):
+        """Whether `crop` can go back to any number of tokens."""
+        return self._again is not None or super().is_croppable
+
+    def activate_past_recording(self):
+        """Let convolutions record their states, where these are the only ones, and where the model does not compute them again."""
+        if self._again is None:
+            super().activate_past_recording()
 
     def reorder_cache(self, beam_idx):
         """Replace row i by the old row ``beam_idx[i]``, for all rows."""
@@ -276,12 +398,15 @@ class KVFastCache(Cache):
 
     def _select(self, indices):
         self._rows.select(indices)
-        select_states(self.layers, indices)
+        if self._states:
+            self._states.select(indices)
 
     def __deepcopy__(self, memo):
         other = copy.copy(self)
         other._rows = self._rows.copy()
         other.layers = copy.deepcopy(self.layers, {id(self._rows): other._rows, id(self._config): self._config})
+        other._states, again = other._new_states(), self._again
+        other._again = again and Recomputing(again.model, other, again.first, again.token_ids)
         return other
 
     def __repr__(self):

@@ -116,21 +116,3 @@ def new_layer(kind, index, number_of_states, of, max_seq_len):
     if kind.has_rows:
         return HybridLayer(*of, index, max_seq_len, number_of_states) if kind.has_state else StoredLayer(*of, index, max_seq_len)
     return LinearAttentionLayer(number_of_states) if kind.has_state else DummyLayer()
-
-
-def check_croppable(layers):
-    """Raise ValueError where a state cannot go back."""
-    for index, layer in enumerate(layers):
-        if isinstance(layer, LinearAttentionLayer) and not (layer.is_croppable and layer.record_past):
-            raise ValueError(
-                f"layer {index} keeps a state of all tokens that came, which cannot go back: a KVFastCache with such layers "
-                f"can be cropped only where they are convolutions alone, after activate_past_recording()"
-            )
-
-
-def select_states(layers, indices):
-    """Let the states of a batch be those of some of its rows."""
-    for layer in layers:
-        if isinstance(layer, LinearAttentionLayer):
-            for states in (layer.conv_states, layer.recurrent_states):
-                states.update({i: state[indices] for i, state in states.items() if state is not None})

@@ -110,20 +110,22 @@ class Rows:
         if not self._unseen:
             self._stored.clear()
 
-    def begin(self, shapes, rings):
-        """Make the one row of a batch before its keys come, and return it. `shapes`: KV heads, head_dim and v_head_dim of each layer."""
+    def begin(self, shapes, rings, batch=1):
+        """Make the rows of a batch before their keys come, and return them. `shapes`: KV heads, head_dim and v_head_dim of each layer."""
         self.clear()
         self._shapes = shapes
-        self.rows = [self._new_row(rings)]
-        return self.rows[0]
+        self.rows = [self._new_row(rings) for _ in range(batch)]
+        return self.rows
 
-    def go_on_from(self, n):
-        """Count the `n` tokens that the row of `begin` got; with none, everything is as before `begin`."""
-        if n:
-            self._unseen.clear()
-            self.seen = [n] * len(self.windows)
-        else:
-            self.clear()
+    def go_on(self):
+        """Count the tokens that the rows of `begin` got; with none, everything is as before `begin`."""
+        lengths = np.array([len(row) for row in self.rows])
+        if not lengths.any():
+            return self.clear()
+        self._unseen.clear()
+        self.seen = [int(lengths.max())] * len(self.windows)
+        if lengths.min() < lengths.max():
+            self._padding = np.arange(lengths.max()) >= (lengths.max() - lengths)[:, None]
 
     def _new_row(self, rings):
         *shapes, v_head_dim = (list(sizes) for sizes in zip(*self._shapes))
@@ -244,21 +246,31 @@ class Rows:
                 row.advance(new)
         self._open.clear()
 
+    def is_settled(self):
+        """Whether this is between two steps."""
+        self._advance()
+        return not self._open
+
     def settled(self):
         """The rows, between two steps."""
-        self._advance()
-        if self._open:
+        if not self.is_settled():
             raise RuntimeError(f"the last step did not reach every layer (they have seen {self.seen} tokens): reset() the cache")
         return self.rows
 
-    def crop(self, count):
-        """Drop the last `count` tokens of every row, padding included."""
+    def lengths_after(self, count):
+        """Tokens of each row once the last `count`, padding included, are dropped."""
         rows, keep = self.settled(), max(self.seen[0] - count, 0)
         drops = [self.seen[0] - keep] * len(rows) if self._padding is None else self._padding[:, keep:].sum(1)
+        return [len(row) - int(drop) for row, drop in zip(rows, drops)]
+
+    def crop(self, count, states=None):
+        """Drop the last `count` tokens of every row, padding included. `states`: those of each row after the tokens that stay, where
+        there need be no checkpoint."""
+        rows, keep = self.settled(), max(self.seen[0] - count, 0)
         snapshots = [row.snapshot() for row in rows] if len(rows) > 1 else []
         try:
-            for row, drop in zip(rows, drops):
-                row.truncate(len(row) - int(drop))
+            for row, n, own in zip(rows, self.lengths_after(count), states or [None] * len(rows)):
+                storage_in(row).truncate(n, None, own if n else None)
         except ValueError:
             for row, snapshot in zip(rows, snapshots):
                 row.restore(snapshot)
@@ -291,7 +303,9 @@ class Rows:
     def nbytes(self):
         """Bytes reserved, what rows share counted once."""
         pools = {id(table.pool): table.pool for row in self.rows for table in storage_in(row).tables}
-        return sum(pool.nbytes for pool in pools.values())
+        storages = [storage_in(row) for row in self.rows]
+        checkpoints = {id(one): one for storage in storages if storage.checkpoints for one in storage.checkpoints.held.values()}
+        return sum(pool.nbytes for pool in pools.values()) + sum(one.data.nbytes for one in checkpoints.values())
 
 
 def _text(shape):

@@ -309,7 +309,9 @@ def test_every_call_that_forgets_tokens_overwrites_them():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/mem")
-@pytest.mark.parametrize("kind, dtype", [("sequence", "float32"), ("growing", "open"), ("ring", "float16"), ("latent", "float32")])
+@pytest.mark.parametrize(
+    "kind, dtype", [("sequence", "float32"), ("growing", "open"), ("ring", "float16"), ("latent", "float32"), ("states", "float32")]
+)
 def test_nothing_stays_in_the_memory_of_the_process(kind, dtype):
     """Neither in blocks nor where calls work, the stacks of threads included; without secure it does."""
     found = {}

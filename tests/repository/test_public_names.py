@@ -9,7 +9,7 @@ NAMES = {
     "compression": "KVCacheCompressor CompressedKV PrefixKVCache LowRank Hybrid VectorQuantization Quantize",
     "arrays": "attention merge_states split_qkv_norm_rope quantize dequantize",
     "machine": "plan config show_config get_num_threads set_num_threads active_isa available_isas use_isa get_include",
-    "errors": "CacheFullError CorruptFileError DimensionMismatchError IncompatibleSnapshotError NonFiniteInputError StoreError",
+    "errors": "CacheFullError CorruptFileError DimensionMismatchError IncompatibleSnapshotError MissingCheckpointError NonFiniteInputError StoreError",
 }
 # What users of other caches know these by.
 KNOWN = {

@@ -14,7 +14,7 @@ import numpy as np
 
 import kvfast
 
-DIM, TOKENS, RUN = 64, 600, 24
+DIM, TOKENS, RUN, STATES = 64, 600, 24, 1 << 18
 SECRET = np.float32(0.17626953125)  # as float16 the same number; no other data of the process repeats it
 
 
@@ -27,7 +27,7 @@ def caches(kind, dtype, secure):
         return kvfast.RingKVCache(1, 2, DIM, sliding_window=100, num_sink_tokens=4, dtype=dtype, secure=secure), None
     if kind == "latent":
         return kvfast.MLAKVCache(1, DIM, DIM, dtype=dtype, secure=secure), None
-    return kvfast.KVCache(1, 2, DIM, dtype=dtype, secure=secure), None
+    return kvfast.KVCache(1, 2, DIM, dtype=dtype, secure=secure, max_state_bytes=STATES if kind == "states" else None), None
 
 
 def use(kind, dtype, secure):
@@ -39,10 +39,12 @@ def use(kind, dtype, secure):
         part = rows[start : start + 50]
         cache.append(0, part) if latent else cache.append(0, part, part)
         cache.advance(len(part))
+        if kind == "states":  # more of them than there is room for
+            cache.add_checkpoint({"state": part})
         for num_threads in (1, 2):
             cache.attend(0, q, num_splits=3, num_threads=num_threads)[:] = 0
     snapshot = cache.snapshot()
-    cache.truncate(TOKENS - 7)
+    cache.truncate(TOKENS - (50 if kind == "states" else 7))
     one = rows[:1]
     cache.append(0, one) if latent else cache.append(0, one, one)
     del snapshot, part, one

@@ -77,21 +77,20 @@ def test_copies_resets_and_choices(model):
     assert error(logits(model, more[[0, 0]], "kvfast", cache), expected[[0, 0]]) < 1e-4
 
 
-def test_going_back_where_there_is_a_state():
-    for name, croppable in (("lfm2", True), ("qwen3_next", False), ("falcon_h1", False)):
-        model, ids = model_of(name), prompt(1, 30)[0]
-        cache = KVFastCache(model.config, "float32")
-        logits(model, ids[:, :20], "kvfast", cache)
-        with pytest.raises(ValueError, match="keeps a state of all tokens that came, which cannot go back"):
-            cache.crop(-3)
-        assert len(cache.rows[0]) == 20 and cache.is_croppable == croppable
-        expected = logits(model, ids[:, 20:], "kvfast", copy.deepcopy(cache))
-        if croppable:
-            cache.activate_past_recording()
-            logits(model, ids[:, :5], "kvfast", cache)
-            cache.crop(-5)
-            assert cache.get_seq_length() == len(cache.rows[0]) == 20
-        assert error(logits(model, ids[:, 20:], "kvfast", cache), expected) < 1e-5
+def test_convolutions_go_back_by_what_they_record():
+    """To any token, where all states are theirs; see test_transformers_states for others."""
+    model, ids = model_of("lfm2"), prompt(2, 30)[0]
+    cache = KVFastCache(model.config, "float32")
+    logits(model, ids[:, :20], "kvfast", cache)
+    expected = logits(model, ids[:, 20:], "kvfast", copy.deepcopy(cache))
+    cache.activate_past_recording()
+    logits(model, ids[:, :5], "kvfast", cache)
+    cache.crop(-2)
+    cache.activate_past_recording()
+    logits(model, ids[:, :5], "kvfast", cache)
+    cache.crop(-8)
+    assert cache.get_seq_length() == len(cache.rows[0]) == 20 and cache.rows[1].checkpoints == (20,)
+    assert error(logits(model, ids[:, 20:], "kvfast", cache), expected) < 1e-5
 
 
 def test_assisted_generation_with_convolutions():

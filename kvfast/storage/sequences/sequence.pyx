@@ -44,8 +44,8 @@ cdef int check_held(BlockTable table, Plan plan, Py_ssize_t first_query) except 
 
 
 cdef class SequenceStorage(SequenceTables):
-    def __init__(self, list tables, list layer_tables, max_seq_len=None):
-        self.tables, self.layer_tables, self.max_seq_len = tables, layer_tables, max_seq_len
+    def __init__(self, list tables, list layer_tables, max_seq_len=None, checkpoints=None):
+        self.tables, self.layer_tables, self.max_seq_len, self.checkpoints = tables, layer_tables, max_seq_len, checkpoints
         self.num_layers = len(layer_tables)
 
     @property
@@ -186,11 +186,12 @@ cdef class SequenceStorage(SequenceTables):
         finally:
             self._leave()
 
-    def truncate(self, n, begin=None):
-        """Keep the first `n` tokens. `begin` is called with the new length."""
+    def truncate(self, n, begin=None, states=None):
+        """Keep the first `n` tokens. `begin` is called with the new length; `states`: those after `n` tokens, where the caller has them."""
         cdef BlockTable table
         cdef Py_ssize_t count
         cdef list _old = self.segments  # which are released after the end of the call
+        checkpoints = self.checkpoints
         try:
             number = n.__index__()
         except AttributeError:
@@ -203,15 +204,48 @@ cdef class SequenceStorage(SequenceTables):
             count = number
             for table in self.tables:
                 table.check_truncate(count)
+            if checkpoints is not None:
+                if states is None:
+                    checkpoints.check_truncate(count, self.length)
+                checkpoints = checkpoints.upto(count)
+                if states is not None:
+                    checkpoints = checkpoints.with_states(count, states, self.secure)
             if begin is not None:
                 begin(number)
             self.keep(count)
+            self.checkpoints = checkpoints
             self._trim_surplus()
         finally:
             self._leave()
 
     def _text_of_uncounted(self):
         return f": {self.num_uncounted} more were never counted, call advance({self.num_uncounted}) first" if self.num_uncounted else ""
+
+    def add_checkpoint(self, states, then=None):
+        """Keep copies of the states after the complete tokens. `then` is called before another thread can come in."""
+        self._enter()
+        try:
+            if self.checkpoints is None:
+                raise ValueError("this cache keeps no states: make it with max_state_bytes, for a model with recurrent layers")
+            if self.num_uncounted or self.length == 0:
+                raise ValueError(f"a checkpoint needs complete tokens, of which states are what comes after them, got {self.length}"
+                                 f"{self._text_of_uncounted()}")
+            self.checkpoints = self.checkpoints.with_states(self.length, states, self.secure)
+            if then is not None:
+                then()
+        finally:
+            self._leave()
+
+    def states_at(self, n):
+        """The states after `n` tokens, or None for all of them: read-only arrays by name."""
+        self.enter_reading()
+        try:
+            if self.checkpoints is None:
+                raise ValueError("this cache keeps no states: it was made without max_state_bytes")
+            checkpoint = self.checkpoints.at(self.length if n is None else check_count(n, "n", 0))
+        finally:
+            self.leave_reading()
+        return checkpoint.forms.unpacked(checkpoint.data)
 
     def positions(self, index):
         """Absolute positions that a layer shows."""
@@ -292,7 +326,7 @@ cdef class SequenceStorage(SequenceTables):
     def _like(self, tables):
         """A storage with these tables instead of its own."""
         return SequenceStorage([tables[table] for table in self.tables],
-                              [(tables[table], layer) for table, layer in self.layer_tables], self.max_seq_len)
+                              [(tables[table], layer) for table, layer in self.layer_tables], self.max_seq_len, self.checkpoints)
 
     def restore(self, SequenceStorage other, begin=None, then=None):
         """Become equal to a storage with the same settings: share its blocks, or copy those of another pool. `begin` is called
@@ -300,6 +334,7 @@ cdef class SequenceStorage(SequenceTables):
         cdef list _old = self.segments  # as in `truncate`
         self._enter()
         try:
+            checkpoints = None if self.checkpoints is None else self.checkpoints.taking(other.checkpoints)
             if other._pool() is self._pool():
                 self._share_blocks(other, begin)
             else:
@@ -308,6 +343,7 @@ cdef class SequenceStorage(SequenceTables):
                     self._copy_blocks(other, begin)
                 finally:
                     other.leave_reading()
+            self.checkpoints = checkpoints
             self._trim_surplus()
             if then is not None:
                 then()

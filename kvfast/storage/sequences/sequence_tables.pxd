@@ -14,6 +14,7 @@ cdef class SequenceTables:
     cdef list segments                 # of a spliced sequence, without the tokens since; else None
     cdef Py_ssize_t base               # position of a token, less its position in `tables`; 0 unless the sequence is spliced
     cdef object ropes                  # of a spliced sequence, as in `splicing.splice`
+    cdef public object checkpoints     # a `Checkpoints`, of a model with recurrent states; else None
 
     cdef BlockTable _table(self, object index, Py_ssize_t *layer)
     cdef BlockPool _pool(self)

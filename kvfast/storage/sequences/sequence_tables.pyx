@@ -216,6 +216,7 @@ cdef class SequenceTables:
         total = 0
         for table in self.tables:
             total += table.nbytes_alone
+        total += 0 if self.checkpoints is None else self.checkpoints.nbytes_alone
         return total + sum([frozen.nbytes_alone for frozen in frozen_of(self.known_segments())])
 
     @property
@@ -270,13 +271,18 @@ cdef class SequenceTables:
         return (<BlockTable>self.tables[0]).pool.block_size
 
     @property
+    def nbytes_states(self):
+        """Bytes of the checkpoints."""
+        return 0 if self.checkpoints is None else self.checkpoints.nbytes
+
+    @property
     def nbytes(self):
-        return sum(table.pool.nbytes for table in self.tables)
+        return sum(table.pool.nbytes for table in self.tables) + self.nbytes_states
 
     @property
     def nbytes_used(self):
-        """Bytes of the blocks and float rows that hold the tokens."""
-        return sum([(<BlockTable>table).pool.bytes_of_blocks(np.unique(self.blocks_of(i))) for i, table in enumerate(self.tables)])
+        """Bytes of the blocks and float rows that hold the tokens, and of the checkpoints."""
+        return self.nbytes_states + sum([(<BlockTable>table).pool.bytes_of_blocks(np.unique(self.blocks_of(i))) for i, table in enumerate(self.tables)])
 
     @property
     def bytes_per_token(self):

@@ -43,6 +43,10 @@ _FAMILIES = {
     "muse_spark_text": "SFSS",
     "zaya": "F",
 }
+# Kinds of layers with a recurrent state, by the same names; some have keys and values, too.
+_STATEFUL = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "M", "hybrid", "hybrid_sliding")
+# Families all of whose layers have one, without such a name.
+_ALL_STATEFUL = ("falcon_h1", "zamba", "zaya", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
 # Keys of layers with a state in place of keys and values.
 _OF_STATES = ("mamba", "ssm_", "linear_attn", "linear_num", "lru_")
 
@@ -59,6 +63,14 @@ def layer_windows(config, number, notes):
     for place in _without_own(config, number):
         found[place] = 0
     return found
+
+
+def count_state_layers(config, number):
+    """The layers that have a recurrent state, beside keys and values or in their place."""
+    for field, kinds_of in _FIELDS.items():
+        if kinds_of is _named and isinstance(kinds := _value(config, field), (list, tuple, str)):
+            return sum(kind in _STATEFUL for kind in kinds)
+    return number if config.name in _ALL_STATEFUL else _kinds(config, number, [])[0].count(NOTHING)
 
 
 def _window(config):

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvfast.core.limits import MAX_LAYERS
-from kvfast.planning.layer_kinds import NAMES_OF_ALL, layer_windows
+from kvfast.planning.layer_kinds import NAMES_OF_ALL, count_state_layers, layer_windows
+from kvfast.planning.states import layer_state_nbytes
 
 __all__ = ["LayerShape", "ModelShape", "read_shape"]
 
@@ -98,6 +99,8 @@ class ModelShape:
         Bytes of the weights that one token reads, without embeddings that are only looked up, and without unused experts.
     notes : tuple of str
         Notes on what the shape leaves out.
+    state_bytes : int
+        Bytes of the recurrent states of all layers, as a checkpoint has them: of convolutions in 16 bits, of others in float32.
     """
 
     name: str
@@ -106,6 +109,7 @@ class ModelShape:
     weight_bytes: int | None = None
     weight_bytes_read: int | None = None
     notes: tuple[str, ...] = ()
+    state_bytes: int = 0
 
 
 def read_shape(source):
@@ -214,15 +218,19 @@ def _shape(config, **weights):
     without = number - len(layers)
     if not layers:
         raise ValueError(f"{config.source}: no layer of this {config.name} keeps keys and values of its own")
+    stateful = count_state_layers(config, number)
+    states = stateful and layer_state_nbytes(config)
     if without:
-        notes.append(f"{without} of {number} layers keep no keys and values of their own; what else they keep is not counted")
+        notes.append(f"{without} of {number} layers keep no keys and values of their own")
+    if states is None:
+        notes.append(f"the recurrent states of {stateful} layers are not counted, as their sizes are not known")
     if config.get("is_encoder_decoder") is True:
         notes.append("the keys and values that a decoder keeps of its encoder's tokens are not counted")
     if config.get("index_head_dim") is not None:
         notes.append("the keys by which an index chooses tokens are not counted")
     context = config.get("max_position_embeddings")
     context = None if context is None else config.count("max_position_embeddings")
-    return ModelShape(config.name, layers, context, notes=tuple(notes), **weights)
+    return ModelShape(config.name, layers, context, notes=tuple(notes), state_bytes=stateful * (states or 0), **weights)
 
 
 def _number_of_layers(config):

@@ -41,8 +41,8 @@ class DtypePlan:
     bytes_per_token : int
         Over all layers, like the `bytes_per_token` of the cache.
     bytes_per_sequence : int
-        Largest size of a sequence while it grows to `MemoryPlan.context` tokens: whole blocks, and the float rows of its
-        newest tokens.
+        Largest size of a sequence while it grows to `MemoryPlan.context` tokens: whole blocks, the float rows of its newest tokens, and
+        `MemoryPlan.checkpoints` of recurrent states.
     bytes_of_prompt : int
         Largest size if all of these tokens come in one append. Until `advance`, all tokens have float rows in formats that seal
         blocks, and no token has left a window. If a prompt comes in chunks, this is true of one chunk only.
@@ -56,6 +56,9 @@ class DtypePlan:
         Tokens that every sequence of the batch can reach. Also None if there is no limit, because all layers have windows.
     largest_batch : int or None
         Largest number of sequences with this context.
+    most_checkpoints : int or None
+        Checkpoints of recurrent states that each sequence of the batch has room for, at the end of the context. None for a model
+        without recurrent layers, and if the memory is unknown.
     tokens_per_second : float
         Upper bound for the batch at the end of the context: the speed if reading keys and values took all the time.
     tokens_per_second_with_weights : float or None
@@ -72,6 +75,7 @@ class DtypePlan:
     fits: bool | None
     longest_context: int | None
     largest_batch: int | None
+    most_checkpoints: int | None
     tokens_per_second: float
     tokens_per_second_with_weights: float | None
 
@@ -102,6 +106,8 @@ class MemoryPlan:
         Notes on what the figures leave out.
     engine : str
         ``"kvfast"`` or ``"vllm"``: whose blocks hold the tokens.
+    checkpoints : int
+        Of recurrent states, in each sequence; 0 for a model without recurrent layers, and in vLLM, which keeps states otherwise.
     """
 
     model: ModelShape
@@ -112,6 +118,7 @@ class MemoryPlan:
     dtypes: tuple[DtypePlan, ...]
     notes: tuple[str, ...] = ()
     engine: str = "kvfast"
+    checkpoints: int = 0
 
     def __str__(self):
         return plain_text(self)
@@ -132,7 +139,17 @@ class MemoryPlan:
 
 
 def plan(
-    model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=None, weight_bytes=None, weight_bytes_read=None, engine="kvfast"
+    model,
+    *,
+    context=None,
+    batch=1,
+    dtype=None,
+    memory=None,
+    bandwidth=None,
+    weight_bytes=None,
+    weight_bytes_read=None,
+    engine="kvfast",
+    checkpoints=1,
 ):
     """Memory that the cache of a model will take, and its largest possible speed, for each storage format.
 
@@ -162,6 +179,9 @@ def plan(
         ``"kvfast"``, or ``"vllm"`` for kvfast's formats in the blocks of vLLM. Then `dtype` takes vLLM's names of
         ``kv_cache_dtype``, by default all of them. `memory` is then `VLLM_CPU_KVCACHE_SPACE` in bytes, for keys and values alone:
         no weights are subtracted from it. vLLM need not be installed.
+    checkpoints : int
+        For a model with recurrent layers: the checkpoints of their states in each sequence, see `KVCache.add_checkpoint`. The states
+        with which the runtime computes come on top.
 
     Returns
     -------
@@ -232,8 +252,13 @@ def plan(
         bandwidth = max(read_bandwidth() for _ in range(BANDWIDTH_PASSES))
     if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):
         raise ValueError(f"bandwidth must be a number of bytes per second above 0, got {shown(bandwidth)}")
-    dtypes = tuple(_dtype_plan(name, parts, context, batch, memory, bandwidth, shape.weight_bytes_read) for name, parts in caches)
-    return MemoryPlan(shape, context, batch, memory, float(bandwidth), dtypes, notes, engine)
+    checkpoints = check_size(checkpoints, "checkpoints", 0, MAX_TOKENS) if shape.state_bytes and engine == "kvfast" else 0
+    state_bytes = shape.state_bytes if engine == "kvfast" else 0
+    dtypes = tuple(
+        _dtype_plan(name, parts, context, batch, memory, bandwidth, shape.weight_bytes_read, state_bytes, checkpoints)
+        for name, parts in caches
+    )
+    return MemoryPlan(shape, context, batch, memory, float(bandwidth), dtypes, notes, engine, checkpoints)
 
 
 def _with_weights(shape, weight_bytes, weight_bytes_read):
@@ -372,9 +397,11 @@ def _with_more(memory, first, count):
     return memory.bytes_for(first) + memory.bytes_for(-(-max(count - first, first // 2) // SLAB_BLOCKS) * SLAB_BLOCKS)
 
 
-def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes):
+def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes, state_bytes, checkpoints):
     def nbytes(tokens):
-        return sum(cache.nbytes(tokens) for cache in caches)
+        return sum(cache.nbytes(tokens) for cache in caches) + states
+
+    states = checkpoints * state_bytes
 
     one, read = nbytes(context), sum(cache.bytes_read(context) for cache in caches)
     seconds = batch * read / bandwidth
@@ -383,12 +410,13 @@ def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes):
         cache=" + ".join(dict.fromkeys(cache.name(context) for cache in caches)),
         bytes_per_token=sum(cache.bytes_per_token for cache in caches),
         bytes_per_sequence=one,
-        bytes_of_prompt=max(one, sum(cache.bytes_of_prompt(context) for cache in caches)),
+        bytes_of_prompt=max(one, sum(cache.bytes_of_prompt(context) for cache in caches) + states),
         nbytes=batch * one,
         bytes_read=read,
         fits=None if memory is None else batch * one <= memory,
         longest_context=None if memory is None else _longest(nbytes, memory // batch),
         largest_batch=None if memory is None else memory // one,
+        most_checkpoints=None if memory is None or not state_bytes else max(0, memory // batch - one + states) // state_bytes,
         tokens_per_second=batch / seconds,
         tokens_per_second_with_weights=None if weight_bytes is None else batch / (seconds + weight_bytes / bandwidth),
     )

@@ -66,6 +66,12 @@ def conditions(found):
     ]
     if any(one.dtype == DEFAULTS[found.engine] for one in found.dtypes):
         lines.append(f"{MARK.strip()} the default format{' of vLLM' * (found.engine == 'vllm')}.")
+    if found.checkpoints:
+        each = min(found.dtypes, key=lambda one: one.dtype != DEFAULTS[found.engine])
+        lines.append(
+            f"Each sequence has {_count(found.checkpoints, 'checkpoint')} of recurrent states, {size_text(model.state_bytes)} each, as much "
+            f"as {model.state_bytes // each.bytes_per_token:,} tokens in {each.dtype}; the states that compute come on top."
+        )
     prompts = [_prompt(found, one) for one in found.dtypes if one.bytes_of_prompt > TELL_PROMPT * one.bytes_per_sequence]
     if prompts:
         lines.append(f"A sequence whose {found.context:,} tokens come in one append takes more until `advance`: {', '.join(prompts)}.")

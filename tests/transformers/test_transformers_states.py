@@ -11,6 +11,7 @@ from tiny_architectures import small_model
 from tiny_transformers import QUIET, KVFastCache, logits, ours, prompt, stock, torch, transformers
 
 import kvfast
+from kvfast.planning.model_shape import read_shape
 
 pytestmark = QUIET
 
@@ -166,6 +167,21 @@ def test_any_history_against_computing_anew(model, seed, tmp_path):
         run(model, torch.tensor([text]), computed)
     # Pieces of a text and the whole differ by up to 1e-2 in transformers itself (zamba2).
     assert error(run(model, more, cache), run(model, more, computed)) < 3e-2
+
+
+def test_plan_knows_the_bytes_of_a_checkpoint(model):
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    cache = cache_of(half, "int8")
+    run(half, prompt(1, 20)[0], cache)
+    shape = read_shape(half.config)
+    if model.config.model_type == "zaya":
+        assert shape.state_bytes == 0 and any("states of 4 layers are not counted" in note for note in shape.notes)
+        return
+    assert shape.state_bytes == _nbytes(cache.rows[0])
+    found, without = (kvfast.plan(half.config, context=20, dtype="int8", memory=1 << 30, checkpoints=n)["int8"] for n in (1, 0))
+    assert found.bytes_per_sequence - without.bytes_per_sequence == shape.state_bytes
+    if not any(cache._rows.windows) and getattr(half.config, "kv_lora_rank", None) is None:
+        assert abs(found.bytes_per_sequence / kvfast.load(cache.rows[0].snapshot(), max_seq_len=20).nbytes - 1) < 0.02
 
 
 # --- outside the process -----------------------------------------------------------------------

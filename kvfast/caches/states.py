@@ -1,4 +1,4 @@
-"""The recurrent states that a sequence has beside keys and values."""
+"""The recurrent states that a sequence has next to keys and values."""
 
 from __future__ import annotations
 

@@ -242,6 +242,7 @@ def _add_plan(commands):
     add("model", help="a config.json, its folder, or a GGUF file")
     add("--context", type=_positive, metavar="N", help="tokens of a sequence (default: the model's longest context)")
     add("--batch", type=_positive, default=1, metavar="N", help="sequences at once (default: 1)")
+    add("--checkpoints", type=_natural, default=1, metavar="N", help="of recurrent states in each sequence of a hybrid (default: 1)")
     add("--dtype", metavar="LIST", help="formats of the caches, with commas (default: all)")
     add(
         "--memory",

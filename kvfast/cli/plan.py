@@ -26,6 +26,7 @@ def run_plan(args):
         weight_bytes=args.weights,
         weight_bytes_read=args.weights_read,
         engine=args.engine,
+        checkpoints=args.checkpoints,
     )
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))

@@ -66,7 +66,7 @@ def layer_windows(config, number, notes):
 
 
 def count_state_layers(config, number):
-    """The layers that have a recurrent state, beside keys and values or in their place."""
+    """The layers that have a recurrent state, with keys and values or in their place."""
     for field, kinds_of in _FIELDS.items():
         if kinds_of is _named and isinstance(kinds := _value(config, field), (list, tuple, str)):
             return sum(kind in _STATEFUL for kind in kinds)

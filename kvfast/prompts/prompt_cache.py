@@ -159,7 +159,7 @@ class PromptCache:
         end, (*_, listed) = chain.end(node, tail), chain.tails(node, len(tail))
         (known,) = self._reader.values("t", [listed], deadline, tails_of) if with_end else (None,)
         others = [one for one in known or () if not np.array_equal(one, tail)]
-        # The same prompt, or one that goes on, may be there already. Of one that goes on, the states are those after its own end.
+        # The same prompt, or one that goes on, may be there already. One that goes on has its states after its own end.
         longer = [one for one in others if len(one) > len(tail) and np.array_equal(one[: len(tail)], tail) and not prompt.has_states]
         ends = [end, *(chain.end(node, one) for one in longer)]
         states = prompt.states(snapshot, node, tail if with_end else None)

@@ -203,7 +203,7 @@ class LayerStates:
                 states.update({i: state[indices] for i, state in states.items() if state is not None})
 
     def _names(self):
-        """Of all states that there are: layer, kind and number."""
+        """The states that there are: layer, kind and number."""
         return [
             f"{index}.{kind}.{i}"
             for index, layer in self._layers.items()

@@ -1,4 +1,4 @@
-"""Recurrent states beside keys and values: checkpoints in every cache, against a dict of what was given."""
+"""Recurrent states next to keys and values: checkpoints in every cache, against a dict of what was given."""
 
 import copy
 import json
@@ -8,6 +8,7 @@ import pytest
 from cache_kinds import tokens
 from dict_store import DictStore
 from file_parts import fields, with_fields, with_settings
+from selection import exhaustive
 
 import kvfast
 
@@ -52,7 +53,7 @@ def kind(request):
     return request.param
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=exhaustive) for seed in range(4, 40))])
 def test_any_history(kind, seed):
     """What a cache has after appends, rollbacks, forks, snapshots and files is what it was given at those positions."""
     rng = np.random.default_rng(seed)

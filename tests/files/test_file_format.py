@@ -57,6 +57,12 @@ def latent(rng, n, dtype="int8", rope_dim=12):
     return cache
 
 
+def with_states(cache, rng):
+    for _ in range(3):
+        fill(cache, rng, 50).add_checkpoint({"b": rng.standard_normal((3, 5)).astype(np.float16), "a": rng.integers(0, 9, 7)})
+    return cache
+
+
 def heads(rng, n, window=None, **config):
     cache = kvfast.MultiHeadKVCache(3, MultiHeadConfig(DIM, **config))
     cache.push_tokens(*rng.standard_normal((2, n, 3, DIM), np.float32))
@@ -116,6 +122,8 @@ CACHES = {
         make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_float_tokens=48, block_size=32)), rng, 333
     ),
     "empty": lambda rng: make("growing"),
+    "states": lambda rng: with_states(kvfast.KVCache(LAYERS, HEADS, DIM, dtype="int8", max_state_bytes=1 << 20), rng),
+    "states, a ring": lambda rng: with_states(kvfast.RingKVCache(LAYERS, HEADS, DIM, 40, max_state_bytes=1 << 20), rng),
     "a long ring": lambda rng: fill(make("ring with sinks", "int4"), rng, 700),
     "cut": lambda rng: cut(make("growing"), rng, 0),
     "cut, going on": lambda rng: cut(make("growing"), rng, 10),
@@ -198,8 +206,10 @@ def test_tensors_lie_as_told(tmp_path):
 
 def test_header(written):
     headers = [json.loads(written(name)[1]["kvfast"]) for name in CACHES]
+    of_states = {"states", "checkpoints", "max_state_bytes"}
     for header in headers:
-        assert set(header) == set(named("header")) - {"salted"} and header["version"] == 1
+        absent = {"salted"} | (set() if "has_states" in header["settings"] else of_states)
+        assert set(header) == set(named("header")) - absent and header["version"] == 1
     settings, inside = set().union(*(one["settings"] for one in headers)), Counter()
     for name in ("rope", "config"):
         inside += Counter(set().union(*(one["settings"].get(name) or {} for one in headers)))
@@ -224,11 +234,13 @@ def test_kinds_of_settings(written):
         _, metadata, cache = written(name)
         settings = json.loads(metadata["kvfast"])["settings"]
         one_width = settings["kind"] in ("full", "ring") and cache.v_head_dim == cache.head_dim
-        assert set(settings) == told[settings["kind"]] - ({"v_head_dim"} if one_width else set())
+        absent = ({"v_head_dim"} if one_width else set()) | (set() if name.startswith("states") else {"has_states"})
+        assert set(settings) == told[settings["kind"]] - absent
 
 
 def test_names_of_tensors(written):
     found = {re.sub(r"^layers\.\d+", "layers.L", re.sub(r"\.\d+$", ".H", tensor)) for name in CACHES for tensor in written(name)[0]}
+    found = {one.replace("states.H", "states.N") for one in found}
     assert found == set(named("tensor"))
 
 
@@ -358,6 +370,26 @@ def test_values_of_a_prompt_cache(tmp_path, secret):
     assert payloads[keys[3]] == struct.pack("<I", 22) + tail
 
 
+def test_states_in_a_store(tmp_path):
+    cache = with_states(kvfast.KVCache(LAYERS, HEADS, DIM, dtype="int8", max_state_bytes=1 << 20), np.random.default_rng(0))
+    fill(cache, np.random.default_rng(0), 42).add_checkpoint(cache.states_at(150))  # after 192 tokens
+    fill(cache, np.random.default_rng(0), 8).add_checkpoint(cache.states_at(100))
+    kvfast.PromptCache(tmp_path, chunk_tokens=64).save(cache, np.arange(200), model="a model")
+    state = cache.state_dict()
+    header = json.loads(state["header"].tobytes())
+    fields = json.dumps([header["version"], "a model", "", header["settings"], header["block_size"]], sort_keys=True)
+    node = digest(b"prompts", fields.encode(), (64).to_bytes(8, "little"))
+    for i in range(3):
+        node = digest(b"node", node, np.arange(64 * i, 64 * i + 64).astype("<i8").tobytes())
+    end = digest(b"end", node, np.arange(192, 200).astype("<i8").tobytes())
+    for before, place in ((node, 3), (end, 4)):
+        payload = next(tmp_path.rglob(f"s-{digest(b'states', before).hex()}")).read_bytes()[128:]
+        (nbytes,) = struct.unpack_from("<I", payload)
+        assert json.loads(payload[4 : 4 + nbytes]) == header["states"]
+        assert payload[4 + nbytes :] == state[f"states.{place}"].tobytes()
+    assert len(list(tmp_path.rglob("s-*"))) == 2
+
+
 # --- the rules decode --------------------------------------------------------------------------
 
 
@@ -382,6 +414,11 @@ def test_rules_decode_it(written, name, tmp_path):
             if side == "k" and reader.settings.get("rope"):
                 found = unrotated(found, positions, **reader.settings["rope"])
             np.testing.assert_allclose(found, rows, rtol=1e-3, atol=2e-3 if reader.settings.get("rope") else 2e-5)
+    states = reader.states()
+    assert tuple(states) == getattr(cache, "checkpoints", ())
+    for n, found in states.items():
+        given = cache.states_at(n)
+        assert found.keys() == given.keys() and all(np.array_equal(found[one], given[one]) for one in given)
     assert reader.unread == {"token_ids"} & set(tensors)
 
 

@@ -123,14 +123,17 @@ class ForgedWorld:
         )
         layers, heads, dim = (int(one_of(rng, some)) for some in ([1, 2], [1, 2], [16, 20, 64]))
         kind = str(one_of(rng, ["full", "full", "ring", "latent"]))
+        states = {"max_state_bytes": int(one_of(rng, [512, 1 << 20]))} if often(rng, 0.3) else {}
         if kind == "latent":
-            cache = kvfast.MLAKVCache(layers, dim, 8, dtype=str(one_of(rng, ["int8", "float32", "int4"])))
+            cache = kvfast.MLAKVCache(layers, dim, 8, dtype=str(one_of(rng, ["int8", "float32", "int4"])), **states)
         elif kind == "ring":
-            cache = kvfast.RingKVCache(layers, heads, dim, dtype=form, **RINGS[one_of(rng, list(RINGS)[:3])])
+            cache = kvfast.RingKVCache(layers, heads, dim, dtype=form, **RINGS[one_of(rng, list(RINGS)[:3])], **states)
         else:
-            cache = kvfast.KVCache(layers, heads, dim, dtype=form)
+            cache = kvfast.KVCache(layers, heads, dim, dtype=form, **states)
         for _ in range(int(rng.integers(1, 4))):
             self.append(cache, int(one_of(rng, [1, 17, 50, 64, 100])))
+            if states:
+                cache.add_checkpoint({"a": rng.standard_normal((3, 5)).astype(np.float16), "b": rng.integers(0, 9, 7)})
         self.case.note("saved", repr(cache))
         return cache
 
@@ -251,7 +254,7 @@ class ForgedWorld:
         self.case.calls += 1
         try:
             result = call(*arguments)
-        except kvfast.NonFiniteInputError:
+        except (kvfast.NonFiniteInputError, kvfast.MissingCheckpointError):
             return None
         except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             # Errors of a ring, whose length may be forged, and of mapped blocks that are read now.
@@ -303,6 +306,10 @@ class ForgedWorld:
                 if is_prefix:
                     continue
                 self.legal("truncate", cache.truncate, int(rng.integers(least, len(cache) + 1)))
+            elif way < 0.93 and getattr(cache, "checkpoints", ()):
+                states = self.legal("states_at", cache.states_at, int(one_of(rng, list(cache.checkpoints))))
+                if len(cache) and not cache._storage.num_uncounted:
+                    self.legal("add_checkpoint", cache.add_checkpoint, states)
             elif not is_prefix:
                 name = one_of(rng, ["copy", "snapshot", "state_dict", "fork"])
                 made = self.legal(name, getattr(cache, name))

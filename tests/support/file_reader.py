@@ -94,6 +94,22 @@ class Reader:
             return np.einsum("phi,hij->phj", result, np.linalg.inv(bases))
         return result @ rotation(dim) if side in form.get("rotation", "") and dim else result
 
+    def states(self):
+        """The states of each checkpoint, by the number of tokens before it."""
+        positions, found = self.header.get("checkpoints", []), {}
+        for i, position in enumerate(positions):
+            name = f"states.{i:0{len(str(len(positions)))}}"
+            self.unread.discard(name)
+            data, at, found[position] = self.tensors[name].tobytes(), 0, {}
+            for state, form in sorted(self.header["states"].items()):
+                dtype, count = np.dtype(form["dtype"]), int(np.prod(form["shape"], dtype=int))
+                found[position][state] = np.frombuffer(data, dtype, count, at).reshape(form["shape"])
+                at += count * dtype.itemsize
+                assert not any(data[at : -(-at // 64) * 64])
+                at = -(-at // 64) * 64
+            assert at == len(data)
+        return found
+
     def take(self, name, count):
         self.unread.discard(name)
         assert len(self.tensors[name]) == count

@@ -99,7 +99,7 @@ class PagedSequence:
             self._token_ids = None
 
     def _make_known(self):
-        """Let `match_prefix` find the blocks that have filled up since the last call, and checkpoints at ends of blocks."""
+        """Let `match_prefix` find the blocks that have filled up since the last call."""
         index, size, first = self._pool._batches.index, self._pool.block_size, len(self._digests)
         if len(self._token_ids) // size > first:
             self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
@@ -107,19 +107,19 @@ class PagedSequence:
                 block = self._table.knowable_block(i)
                 if block >= 0:
                     index.add(self._digests[i], block)
-        if self._pool._known_states is not None:
-            for n, checkpoint in self._storage.checkpoints.held.items():
-                if n % size == 0:
-                    self._pool._known_states.add(self._digests[n // size - 1], checkpoint)
 
     def add_checkpoint(self, states: Mapping[str, ArrayLike]) -> None:
-        self._storage.add_checkpoint(states, self._make_states_known)
+        self._storage.add_checkpoint(states, lambda: self._make_states_known([len(self)]))
 
     add_checkpoint.__doc__ = StoredSequence.add_checkpoint.__doc__
 
-    def _make_states_known(self):
+    def _make_states_known(self, positions):
+        """Let `match_prefix` find checkpoints that are at ends of blocks."""
+        size = self._pool.block_size
         if self._token_ids is not None and len(self._token_ids) == len(self):
-            self._make_known()
+            for n in positions:
+                if n % size == 0:
+                    self._pool._known_states.add(self._digests[n // size - 1], self._storage.checkpoints.held[n])
 
     def truncate(self, n: int) -> None:
         self._storage.truncate(n, self._cut_ids)
@@ -205,6 +205,7 @@ class PagedSequence:
             ):  # whose blocks do not follow from the tokens before them
                 self._token_ids = token_ids.tolist()
                 self._make_known()
+                self._make_states_known(self.checkpoints)
         except MemoryError:
             self._token_ids = None
 

@@ -219,14 +219,15 @@ class KnownCheckpoints:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self._max_bytes, self._nbytes = max_bytes, 0
         self._found: dict[bytes, Checkpoint] = {}  # the least recently used first
 
     def add(self, digest: bytes, checkpoint: Checkpoint) -> None:
-        self._found.pop(digest, None)
+        self._drop(digest)
         self._found[digest] = checkpoint
-        while sum(one.data.nbytes for one in self._found.values()) > self._max_bytes:
-            del self._found[next(iter(self._found))]
+        self._nbytes += checkpoint.data.nbytes
+        while self._nbytes > self._max_bytes:
+            self._drop(next(iter(self._found)))
 
     def last(self, digests: list[bytes]) -> tuple[int, Checkpoint | None]:
         """The number of digests up to the last that has a checkpoint, and this checkpoint; or 0 and None."""
@@ -239,6 +240,11 @@ class KnownCheckpoints:
 
     def clear(self) -> None:
         self._found.clear()
+        self._nbytes = 0
+
+    def _drop(self, digest):
+        old = self._found.pop(digest, None)
+        self._nbytes -= 0 if old is None else old.data.nbytes
 
 
 def _dtype(name):

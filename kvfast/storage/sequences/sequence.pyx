@@ -187,11 +187,11 @@ cdef class SequenceStorage(SequenceTables):
             self._leave()
 
     def truncate(self, n, begin=None, states=None):
-        """Keep the first `n` tokens. `begin` is called with the new length; `states`: those after `n` tokens, where the caller has them."""
+        """Keep the first `n` tokens. `begin` is called with the new length. `states`: those after `n` tokens, where the caller has
+        them."""
         cdef BlockTable table
         cdef Py_ssize_t count
         cdef list _old = self.segments  # which are released after the end of the call
-        checkpoints = self.checkpoints
         try:
             number = n.__index__()
         except AttributeError:
@@ -204,6 +204,7 @@ cdef class SequenceStorage(SequenceTables):
             count = number
             for table in self.tables:
                 table.check_truncate(count)
+            checkpoints = self.checkpoints
             if checkpoints is not None:
                 if states is None:
                     checkpoints.check_truncate(count, self.length)
@@ -228,7 +229,7 @@ cdef class SequenceStorage(SequenceTables):
             if self.checkpoints is None:
                 raise ValueError("this cache keeps no states: make it with max_state_bytes, for a model with recurrent layers")
             if self.num_uncounted or self.length == 0:
-                raise ValueError(f"a checkpoint needs complete tokens, of which states are what comes after them, got {self.length}"
+                raise ValueError(f"a checkpoint holds the states after all tokens of a cache, which has {self.length} complete ones"
                                  f"{self._text_of_uncounted()}")
             self.checkpoints = self.checkpoints.with_states(self.length, states, self.secure)
             if then is not None:

@@ -282,7 +282,8 @@ cdef class SequenceTables:
     @property
     def nbytes_used(self):
         """Bytes of the blocks and float rows that hold the tokens, and of the checkpoints."""
-        return self.nbytes_states + sum([(<BlockTable>table).pool.bytes_of_blocks(np.unique(self.blocks_of(i))) for i, table in enumerate(self.tables)])
+        blocks = [(<BlockTable>table).pool.bytes_of_blocks(np.unique(self.blocks_of(i))) for i, table in enumerate(self.tables)]
+        return self.nbytes_states + sum(blocks)
 
     @property
     def bytes_per_token(self):

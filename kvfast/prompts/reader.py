@@ -100,8 +100,8 @@ class Reader:
         nbytes, begin = sum(map(prompt.form.nbytes, indices)), time.perf_counter()
         good = fetch_chunks(
             self._store,
-            prompt,
-            indices,
+            [(i, prompt.chain.chunk(i), prompt.form.nbytes(i)) for i in indices],
+            self._secret,
             deadline,
             lambda i, payload: prompt.form.write(storage, i, payload, start, end is None),
             (lambda: end.write(storage)) if end else int,

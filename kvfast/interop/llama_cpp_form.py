@@ -64,7 +64,7 @@ class Form:
     transposed: bool
 
     def nbytes(self, num_tokens):
-        """Bytes of the state of so many tokens."""
+        """Bytes of the state of `num_tokens` tokens."""
         rows = sum(part.width * part.size for part in (*self.keys, *self.values)) * num_tokens
         before = ROWS.size * len(self.keys) + (COLUMNS if self.transposed else ROWS).size * len(self.values)
         return len(self.head) + 16 + CELL_BYTES * num_tokens + before + rows

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def open_patiently(
-    store: str | os.PathLike[str] | Store,
-    max_bytes: int | None,
-    near: str | os.PathLike[str] | None,
-    secret: bytes,
-    time_limit: float,
+    store: str | os.PathLike[str] | Store, max_bytes: int | None, near: str | os.PathLike[str] | None, secret: bytes, time_limit: float
 ) -> PatientStore:
     """A store by its path or URL, or one of the user, after a check of the options of `kvfast.PromptCache`."""
     if not isinstance(secret, bytes) or len(secret) > 64:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 BYTES_AT_ONCE = 1 << 24
 
 
-@functools.lru_cache
 def files_digest(path: str | Path) -> str | None:
     """A digest of the weights in a file or folder, all of their bytes. None if there are none."""
-    path = Path(path)
-    return _digest([path] if path.is_file() else sorted(one for one in path.glob("*") if one.suffix in WEIGHTS))
-
-
-def _digest(files):
     from xxhash import xxh3_128
 
+    path = Path(path)
+    files = [path] if path.is_file() else sorted(one for one in path.glob("*") if one.suffix in WEIGHTS)
     found = xxh3_128()
     for file in files:
         found.update(f"{file.name} {file.stat().st_size} ".encode())

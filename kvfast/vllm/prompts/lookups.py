@@ -11,9 +11,8 @@ from vllm.logger import init_logger
 from kvfast.core.workers import Workers
 from kvfast.prompts.chain import Chain, key_of, part_of
 from kvfast.prompts.patient import FORGETTING, PatientStore
-from kvfast.prompts.weights import files_digest
 from kvfast.vllm.prompts.figures import Figures
-from kvfast.vllm.prompts.settings import chunk_tokens_of, groups_of, parts_of, secret, settings_text
+from kvfast.vllm.prompts.settings import chunk_tokens_of, files_digest, groups_of, parts_of, secret, settings_text
 
 logger = init_logger("vllm.kvfast")
 

@@ -1,5 +1,6 @@
 """What the user asks for, and all that must be equal for stored bytes to be usable."""
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, Uni
 
 from kvfast.files import state
 from kvfast.files.cache_file import need_files
+from kvfast.prompts import weights
 from kvfast.prompts.stores import open_store
-from kvfast.prompts.weights import files_digest
 from kvfast.vllm.formats import format_of
 from kvfast.vllm.versions import TESTED
 
 SECRET = "KVFAST_PROMPT_SECRET"
+files_digest = functools.lru_cache(weights.files_digest)
 
 
 @dataclass

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvfast.interop.llama_cpp_form import Form
     from kvfast.prompts.stores.store import Store
 
-CHUNK_TOKENS = 128
+CHUNK_TOKENS = 64  # what follows the last chunk is computed, which takes a processor long
 
 
 @dataclass

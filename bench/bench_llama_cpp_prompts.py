@@ -1,4 +1,4 @@
-"""Prompts of SmolLM2-135M that outlive llama-cpp-python: one process computes a text, a fresh one finds it; beside its own disk cache.
+"""Prompts of SmolLM2-135M that outlive llama-cpp-python: one process computes a text, a fresh one finds it; compared with its own disk cache.
 
     pip install -e ".[llama-cpp,llama,redis]" diskcache
     python bench/bench_llama_cpp_prompts.py                               # a redis-server of its own

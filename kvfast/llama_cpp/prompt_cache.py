@@ -13,7 +13,7 @@ import numpy as np
 
 from kvfast.core.checks import check_size
 from kvfast.core.workers import Workers
-from kvfast.llama_cpp.prompt_settings import prompt_rate, refusal, settings_of, weights_of
+from kvfast.llama_cpp.prompt_settings import prompt_rate, refusal, seed_of, settings_of, weights_of
 from kvfast.llama_cpp.prompt_states import JoinedState, WholeState, form_of
 from kvfast.prompts.chain import Chain, key_of
 from kvfast.prompts.envelope import HEADER_BYTES, complete, new_value, payload_of
@@ -243,7 +243,7 @@ class LlamaPromptCache:
         input_ids = np.full(len(llm.input_ids), -1, np.intc)  # no token where there are none
         input_ids[:num_tokens] = token_ids[:num_tokens]
         scores = np.zeros((1, llm.scores.shape[1]), np.single)  # for all tokens, as nobody reads them
-        return FoundState(input_ids, scores, num_tokens, state.data, len(state.data), llm._seed)
+        return FoundState(input_ids, scores, num_tokens, state.data, len(state.data), seed_of(llm))
 
     def _takes_longer(self, count, num_tokens):
         """Whether chunks take longer to fetch than to compute, as far as is known."""

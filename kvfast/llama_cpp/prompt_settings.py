@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvfast.prompts.weights import files_digest
 
-# Of the parameters of a context, those that change keys, values, or their layout.
+# The parameters of a context that change keys, values, or their layout.
 PARAMETERS = [
     "type_k",
     "type_v",
@@ -24,7 +24,7 @@ PARAMETERS = [
     "yarn_beta_slow",
     "yarn_orig_ctx",
 ]
-# Of the environment: another llama.cpp, and keys and values that are not multiplied by a Hadamard matrix.
+# Variables of the environment: another llama.cpp, and keys and values that are not multiplied by a Hadamard matrix.
 VARIABLES = "LLAMA_CPP_LIB_PATH", "LLAMA_ATTN_ROT_DISABLE"
 # Models with this have rotations for short and for long contexts.
 ORIGINAL_CONTEXT = ".rope.scaling.original_context_length"
@@ -65,11 +65,16 @@ def refusal(llm):
         return "the model is recurrent: its state is not one of tokens"
     if package.llama_model_has_encoder(llm.model) or not package.llama_get_causal_attn(llm.ctx):
         return "the model is not causal: keys depend on the tokens that follow"
-    if llm._logits_all:
+    if llm.__getstate__()["logits_all"]:
         return "logits_all=True, or a draft model, keeps the logits of all tokens, which a store does not have"
     if llm.chat_handler is not None and not inspect.isfunction(llm.chat_handler):
         return "the chat_handler may have images, which token ids do not tell apart"
     return None
+
+
+def seed_of(llm):
+    """The seed that the next sampling begins with, which a state that is loaded replaces."""
+    return llm.__getstate__()["seed"]
 
 
 def prompt_rate(llm):

@@ -387,7 +387,7 @@ def test_a_server_that_is_full(tmp_path, model):
     with (
         redis_server(tmp_path, "--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as server,
         fresh(path=model, layers=60, **cache_at(server.port)) as (llm, prompts),
-        only_warnings(0),  # a full server is none that fails
+        only_warnings(0),  # a full server still works
     ):
         for seed in range(6):
             assert llm.complete(ids(100, seed)) == Llama(model, layers=60).complete(ids(100, seed))

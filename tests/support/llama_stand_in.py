@@ -79,6 +79,9 @@ class Llama:
         self.context_params = context_params(self.type_k, self.type_v, self.flash_attn)
         self.rows = []  # of each token: bytes of the keys of all layers, then of the values
 
+    def __getstate__(self):
+        return {"seed": self._seed, "logits_all": self._logits_all}
+
     def n_ctx(self):
         return self.context
 

@@ -15,7 +15,7 @@ from kvfast.core.checks import check_size
 from kvfast.core.workers import Workers
 from kvfast.llama_cpp.prompt_settings import prompt_rate, refusal, seed_of, settings_of, weights_of
 from kvfast.llama_cpp.prompt_states import JoinedState, WholeState, form_of
-from kvfast.prompts.chain import Chain, key_of
+from kvfast.prompts.chain import Chain, common_length, key_of
 from kvfast.prompts.envelope import HEADER_BYTES, complete, new_value, payload_of
 from kvfast.prompts.fetching import fetch_chunks
 from kvfast.prompts.opening import open_patiently
@@ -121,7 +121,7 @@ class LlamaPromptCache:
             If the store has no more than the model holds already.
         """
         begin, token_ids, llm, found = time.perf_counter(), np.array(key, np.int64), self._model(), None
-        held = _common(llm.input_ids[: llm.n_tokens], token_ids)
+        held = common_length(llm.input_ids[: llm.n_tokens], token_ids)
         if not self._refuses(llm):
             try:
                 found = self._found(llm, token_ids, held)
@@ -314,10 +314,3 @@ class LlamaPromptCache:
         finally:
             with self._lock:
                 self._pending -= len(data)
-
-
-def _common(a, b):
-    """Length of the prefix that two arrays share."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if different.size else n

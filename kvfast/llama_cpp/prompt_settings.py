@@ -36,7 +36,7 @@ def settings_of(llm):
     parameters = llm.context_params
     # Adapters are small, and read at once: a file may change after it was loaded.
     adapter = [files_digest(llm.lora_path), llm.lora_scale] if llm.lora_path else None
-    context = llm.n_ctx() if any(name.endswith(ORIGINAL_CONTEXT) for name in llm.metadata) else None
+    context = llm.n_ctx() if not llm.metadata or any(name.endswith(ORIGINAL_CONTEXT) for name in llm.metadata) else None
     return [
         "llama.cpp",
         getattr(_package(llm), "__version__", ""),

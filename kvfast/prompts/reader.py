@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import know_tokens, storage_in
 from kvfast.errors import CorruptFileError
 from kvfast.files import chunk_bytes
-from kvfast.prompts.chain import key_of
+from kvfast.prompts.chain import common_length, key_of
 from kvfast.prompts.envelope import payload_of
 from kvfast.prompts.fetching import fetch_chunks
 from kvfast.prompts.payloads import tails_of
@@ -55,7 +53,7 @@ class Reader:
             lists = [one for one, is_here in zip(lists, here) if is_here]
         for (node, digest), tails in zip(lists, self.values("t", [digest for _, digest in lists], deadline, tails_of)):
             behind = prompt.token_ids[node * size : most]
-            found = [(node * size + _common(tail, behind), node, tail, digest) for tail in tails or ()]
+            found = [(node * size + common_length(tail, behind), node, tail, digest) for tail in tails or ()]
             choices += [choice for choice in found if choice[0] > least]
         return sorted(choices, key=lambda choice: choice[:2], reverse=True)
 
@@ -138,10 +136,3 @@ def _room(cache):
     if cache.is_paged:
         return cache.pool.num_free_blocks * cache.block_size
     return 1 << 62 if cache.max_seq_len is None else cache.max_seq_len
-
-
-def _common(a, b):
-    """Length of the prefix that two arrays share."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if different.size else n

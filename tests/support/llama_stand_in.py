@@ -65,7 +65,7 @@ class Llama:
     kv_overrides: dict | None = None
     lora_path: str | None = None
     lora_scale: float = 1.0
-    metadata: dict = field(default_factory=dict)
+    metadata: dict = field(default_factory=lambda: {"general.architecture": "llama"})
     more: bytes = b""  # of another cache, at the end of a state
     _logits_all: bool = False
     _seed: int = 3

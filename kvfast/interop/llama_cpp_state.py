@@ -1,17 +1,13 @@
 """Reads the state of a llama.cpp sequence into a cache, and writes it from one (extra ``llama``).
 
 This is the format of ``llama_state_seq_get_data`` and ``llama_state_seq_save_file`` for models with one KV cache (no sliding
-windows, no recurrent layers). All numbers are little-endian::
+windows, no recurrent layers)::
 
     file    u32 "ggsq", u32 version 3, u32 number of tokens, i32 of each token; then the cache
     data    u32 0xaf143cd8, i32 sequence; then the cache
-    cache   u32 number of streams; of each u32 number of cells, and if there are any: cells, layers
-    cells   of each i32 position, u32 1, i32 sequence
-    layers  u32 whether values are transposed, u32 number of layers,
-            keys of each: i32 type, u64 bytes of a row, the rows,
-            values of each: the same, or transposed: i32 type, u32 bytes of an element, u32 elements of a row, the columns
 
-These numbers are the only sign of the llama.cpp version that wrote a state. Other numbers are refused, and the error names them.
+`kvfast.interop.llama_cpp_form` describes the cache. These numbers are the only sign of the llama.cpp version that wrote a state. Other
+numbers are refused, and the error names them.
 """
 
 from __future__ import annotations
@@ -25,12 +21,12 @@ import numpy as np
 from kvfast.core.text import each, shown
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.interop.ggml import TYPES, _type, from_ggml, row_bytes, to_ggml
+from kvfast.interop.llama_cpp_form import Form, Part, Reader
 
 __all__ = ["LlamaCppState", "read_state", "write_state"]
 
 FILE_MAGIC, FILE_VERSION = 0x67677371, 3
 DATA_MAGIC = 0xAF143CD8
-MOST_STREAMS = 256
 
 
 @dataclass(frozen=True)
@@ -132,99 +128,46 @@ def read_state(source):
     if isinstance(source, (str, os.PathLike)):
         with open(source, "rb") as file:
             source = file.read()
-    return _Reader(memoryview(source).cast("B")).state()
+    reader = Reader(source)
+    token_ids = _token_ids(reader)
+    form, cells, parts = reader.cache()
+    count = len(cells)
+    order = np.argsort(cells[:, 0], kind="stable")
+    if not np.array_equal(cells[order, 0], np.arange(count)):
+        raise IncompatibleSnapshotError(
+            "the cells of the state are not the positions 0, 1, ... of one sequence: context was dropped or shifted"
+        )
+    in_order = np.array_equal(order, np.arange(count))
+    sides = ("keys", form.keys, parts), ("values", form.values, parts[len(form.keys) :])
+    types, rows = [], []
+    for side, of, arrays in sides:
+        types.append(tuple(_kind(part, f"the {side} of layer {layer}") for layer, part in enumerate(of)))
+        tokens = [np.ascontiguousarray(array.transpose(1, 0, 2)).reshape(count, -1) for array in arrays[: len(of)]]
+        rows.append(tuple(one if in_order else one[order] for one in tokens))
+    return LlamaCppState(count, token_ids, *types, *rows, form.transposed)
 
 
-class _Reader:
-    """Reads numbers and arrays from bytes, and never beyond their end."""
+def _token_ids(reader):
+    """The token ids of a file, or None for data, whose head is read."""
+    magic, number = reader.numbers("II", "its head")
+    if magic == FILE_MAGIC:
+        if number != FILE_VERSION:
+            raise IncompatibleSnapshotError(f"a state file of llama.cpp must have version {FILE_VERSION}, got version {number}")
+        (count,) = reader.numbers("I", "the number of tokens")
+        return np.frombuffer(reader.take(4 * count, "the tokens"), "<i4").copy()
+    if magic != DATA_MAGIC:
+        raise CorruptFileError(f"a state of llama.cpp must begin with {FILE_MAGIC:#x} or {DATA_MAGIC:#x}, got {magic:#x}")
+    return None
 
-    def __init__(self, data):
-        self.data, self.at = data, 0
 
-    def take(self, size, what):
-        if size > len(self.data) - self.at:
-            raise CorruptFileError(
-                f"the state of llama.cpp ends at byte {len(self.data):,}, and {what} takes {size:,} bytes from {self.at:,} on"
-            )
-        self.at += size
-        return self.data[self.at - size : self.at]
-
-    def numbers(self, form, what):
-        return struct.unpack("<" + form, self.take(struct.calcsize("<" + form), what))
-
-    def state(self):
-        magic, number = self.numbers("II", "its head")
-        token_ids = None
-        if magic == FILE_MAGIC:
-            if number != FILE_VERSION:
-                raise IncompatibleSnapshotError(f"a state file of llama.cpp must have version {FILE_VERSION}, got version {number}")
-            (count,) = self.numbers("I", "the number of tokens")
-            token_ids = np.frombuffer(self.take(4 * count, "the tokens"), "<i4").copy()
-        elif magic != DATA_MAGIC:
-            raise CorruptFileError(f"a state of llama.cpp must begin with {FILE_MAGIC:#x} or {DATA_MAGIC:#x}, got {magic:#x}")
-        (streams,) = self.numbers("I", "the number of streams")
-        if not 1 <= streams <= MOST_STREAMS:
-            raise CorruptFileError(f"a state of llama.cpp must have 1 to {MOST_STREAMS} streams, got {streams}")
-        found = None
-        for _ in range(streams):
-            (cells,) = self.numbers("I", "the number of cells")
-            if cells and found:
-                raise IncompatibleSnapshotError(f"the state of a sequence must have one stream, got {streams}")
-            if cells:
-                found = self._stream(cells)
-        if self.at != len(self.data):
-            raise IncompatibleSnapshotError(
-                f"{len(self.data) - self.at:,} bytes follow the KV cache: models with several caches, for "
-                "sliding windows or recurrent layers, are not known"
-            )
-        if found is None:
-            raise CorruptFileError("the state of llama.cpp holds no tokens")
-        num_tokens, types, rows, transposed = found
-        return LlamaCppState(num_tokens, token_ids, *types, *rows, transposed)
-
-    def _stream(self, cells):
-        meta = np.frombuffer(self.take(12 * cells, "the cells"), "<i4").reshape(cells, 3)
-        order = np.argsort(meta[:, 0], kind="stable")
-        if (meta[:, 1] != 1).any() or not np.array_equal(meta[order, 0], np.arange(cells)):
-            raise IncompatibleSnapshotError(
-                "the cells of the state are not the positions 0, 1, ... of one sequence: context was "
-                "dropped or shifted, or the model has positions of several dimensions"
-            )
-        transposed, layers = self.numbers("II", "the layers")
-        if transposed not in (0, 1) or not 1 <= layers <= len(self.data):
-            raise CorruptFileError(f"the state has a transposition of {transposed} and {layers} layers")
-        in_order = np.array_equal(order, np.arange(cells))
-
-        def rows_of(layer, side):
-            kind = self._kind(layer, side)
-            if transposed and side == "values":
-                return kind, self._columns(cells, kind, layer)
-            (size,) = self.numbers("Q", f"the size of the {side} of layer {layer}")
-            if not 1 <= size <= len(self.data):
-                raise CorruptFileError(f"rows of the {side} of layer {layer} have {size:,} bytes")
-            return kind, np.frombuffer(self.take(cells * size, f"the {side} of layer {layer}"), np.uint8).reshape(cells, size)
-
-        types, rows = ([], []), ([], [])
-        for i, side in enumerate(("keys", "values")):
-            for layer in range(layers):
-                kind, array = rows_of(layer, side)
-                types[i].append(kind)
-                rows[i].append(array if in_order else array[order])
-        return cells, [tuple(one) for one in types], [tuple(one) for one in rows], bool(transposed)
-
-    def _kind(self, layer, side):
-        (number,) = self.numbers("i", f"the type of the {side} of layer {layer}")
-        for kind in TYPES:
-            if _type(kind) == number:
-                return kind
-        raise IncompatibleSnapshotError(f"the {side} of layer {layer} are of ggml type {number}; known are {', '.join(TYPES)}")
-
-    def _columns(self, cells, kind, layer):
-        size, width = self.numbers("II", f"the size of the values of layer {layer}")
-        if kind[0] == "q" or size != row_bytes(kind, 1) or not 1 <= width <= len(self.data):
-            raise CorruptFileError(f"transposed values of layer {layer} are {width:,} elements of {size} bytes in {kind}")
-        columns = np.frombuffer(self.take(width * cells * size, f"the values of layer {layer}"), np.uint8)
-        return np.ascontiguousarray(columns.reshape(width, cells, size).transpose(1, 0, 2)).reshape(cells, width * size)
+def _kind(part, what):
+    """The name of the ggml type of a part."""
+    for kind in TYPES:
+        if _type(kind) == part.kind:
+            if part.width > 1 and (kind[0] == "q" or part.size != row_bytes(kind, 1)):
+                raise CorruptFileError(f"{what}, transposed, are {part.width:,} elements of {part.size} bytes in {kind}")
+            return kind
+    raise IncompatibleSnapshotError(f"{what} are of ggml type {part.kind}; known are {', '.join(TYPES)}")
 
 
 def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0, rotated=None, transposed=False):
@@ -261,32 +204,28 @@ def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0
     if not count:
         raise ValueError("the cache holds no tokens to write")
     if token_ids is None:
-        parts = [struct.pack("<Ii", DATA_MAGIC, 0)]
+        head = struct.pack("<Ii", DATA_MAGIC, 0)
     else:
         token_ids = np.asarray(token_ids)
         if token_ids.shape != (count,) or token_ids.dtype.kind not in "iu":
             raise ValueError(
                 f"token_ids must be {count} integers, one for each token, got {token_ids.dtype} of shape {token_ids.shape}"
             )
-        parts = [struct.pack("<III", FILE_MAGIC, FILE_VERSION, count), token_ids.astype("<i4").tobytes()]
-    cells = np.zeros((count, 3), "<i4")
-    cells[:, 0], cells[:, 1] = np.arange(count), 1
-    parts += [struct.pack("<II", 1, count), cells.tobytes(), struct.pack("<II", transposed, cache.num_layers)]
+        head = struct.pack("<III", FILE_MAGIC, FILE_VERSION, count) + token_ids.astype("<i4").tobytes()
+    keys = Part(_type(k_type), 1, row_bytes(k_type, heads * dim))
+    width = heads * dim if transposed else 1
+    values = Part(_type(v_type), width, row_bytes(v_type, heads * dim // width))
+    layers = cache.num_layers
+    data, parts = Form(head, (keys,) * layers, (values,) * layers, bool(transposed)).new(count)
     for kind, of, rotation, places in ((k_type, cache.k, _largest_rotation(dim), order), (v_type, cache.v, 64, slice(None))):
-        for layer in range(cache.num_layers):
+        for layer in range(layers):
             rows = of(layer)[:, :, places]
             if len(rows) < count:
                 raise ValueError(f"layer {layer} has dropped tokens: it holds {len(rows)} of {count}")
+            part = parts.pop(0)
             blocks = to_ggml(_rotated(rows[:count], kind, rotated, rotation), kind)
-            parts.append(struct.pack("<i", _type(kind)))
-            if transposed and of == cache.v:
-                size = row_bytes(kind, 1)
-                parts.append(struct.pack("<II", size, heads * dim))
-                blocks = np.ascontiguousarray(blocks.reshape(count, heads * dim, size).transpose(1, 0, 2))
-            else:
-                parts.append(struct.pack("<Q", blocks.shape[1]))
-            parts.append(blocks.tobytes())
-    return b"".join(parts)
+            part[...] = blocks.reshape(count, part.shape[0], part.shape[2]).transpose(1, 0, 2)
+    return bytes(data)
 
 
 def _one_shape(cache):

@@ -1,7 +1,9 @@
 from os import PathLike
 from pathlib import Path
 
-__all__ = ["build", "load"]
+from kvfast.llama_cpp.prompt_cache import LlamaPromptCache as LlamaPromptCache
+
+__all__ = ["LlamaPromptCache", "build", "load"]
 
 def build(
     source: str | PathLike[str] | None = None, libraries: str | PathLike[str] | None = None, out: str | PathLike[str] | None = None

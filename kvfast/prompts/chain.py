@@ -20,6 +20,13 @@ def key_of(kind: str, digest: bytes) -> str:
     return f"{kind}-{digest.hex()}"
 
 
+def common_length(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
+    """Length of the prefix that two arrays share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n
+
+
 class Chain:
     """Digests of the prefixes of a prompt.
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvfast.prompts.patient import PatientStore
-    from kvfast.prompts.prompt import Prompt
 
 # Bytes of chunks that are asked for in one call, while those of the two calls before are written.
 BYTES_AT_ONCE = 8 << 20
@@ -23,8 +22,8 @@ BYTES_AT_ONCE = 8 << 20
 
 def fetch_chunks(
     store: PatientStore,
-    prompt: Prompt,
-    indices: Sequence[int],
+    chunks: Sequence[tuple[int, bytes, int]],
+    secret: bytes,
     deadline: float,
     write: Callable[[int, memoryview], None],
     meanwhile: Callable[[], object],
@@ -33,6 +32,11 @@ def fetch_chunks(
 
     Parameters
     ----------
+    store : PatientStore
+    chunks : sequence of (int, bytes, int)
+        Index, digest and bytes of the payload of each.
+    secret : bytes
+    deadline : float
     write : callable
         Gets the index and the payload of a chunk. Several threads call it at once. Chunks after a bad one may have been
         written too.
@@ -44,17 +48,16 @@ def fetch_chunks(
     int
         Number of first chunks that were sound.
     """
-    if not len(indices):
+    if not chunks:
         meanwhile()
         return 0
-    secret, memory = prompt.secret, local()
-    batch = max(1, BYTES_AT_ONCE // max(prompt.form.nbytes(i) for i in indices))
-    digests = [prompt.chain.chunk(i) for i in indices]
+    memory = local()
+    batch = max(1, BYTES_AT_ONCE // max(nbytes for _, _, nbytes in chunks))
 
-    def take(i: int, digest: bytes, value: Any) -> bool:
+    def take(i: int, digest: bytes, nbytes: int, value: Any) -> bool:
         if value is None:
             return False
-        expected = HEADER_BYTES + prompt.form.nbytes(i)
+        expected = HEADER_BYTES + nbytes
         try:
             with value:
                 if len(value) != expected:
@@ -70,19 +73,19 @@ def fetch_chunks(
         return True
 
     def ask(at: int) -> Any:
-        return ahead.submit(lambda: store.get_many([key_of("c", one) for one in digests[at : at + batch]], deadline))
+        return ahead.submit(lambda: store.get_many([key_of("c", digest) for _, digest, _ in chunks[at : at + batch]], deadline))
 
     sound: list[bool] = []
     with Workers(get_num_threads()) as threads, Workers(1) as ahead:
         values, writing, other = ask(0), [], None
-        for at in range(0, len(indices), batch):
+        for at in range(0, len(chunks), batch):
             jobs = [
-                threads.submit(lambda one=one: take(*one))
-                for one in zip(indices[at : at + batch], digests[at : at + batch], values.result())
+                threads.submit(lambda chunk=chunk, value=value: take(*chunk, value))
+                for chunk, value in zip(chunks[at : at + batch], values.result())
             ]
             # After the first chunks: a thread that has begun with those is not waited for.
             other = other or threads.submit(meanwhile)
-            if at + batch < len(indices):
+            if at + batch < len(chunks):
                 values = ask(at + batch)
             sound += [job.result() for job in writing]  # of the call before
             writing = jobs

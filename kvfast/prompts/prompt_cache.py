@@ -12,16 +12,13 @@ from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.text import shown
 from kvfast.errors import CacheFullError
 from kvfast.files import chunk_bytes
-from kvfast.files.cache_file import need_files
 from kvfast.prompts.chain import key_of
 from kvfast.prompts.envelope import HEADER_BYTES
-from kvfast.prompts.patient import PatientStore
+from kvfast.prompts.opening import open_patiently
 from kvfast.prompts.payloads import End, states_value, tails_of, tails_value
 from kvfast.prompts.prompt import Prompt
 from kvfast.prompts.reader import Reader
 from kvfast.prompts.stats import PromptCacheStats
-from kvfast.prompts.stores.store import Store
-from kvfast.prompts.stores.urls import open_store
 from kvfast.prompts.writer import Writer
 
 if TYPE_CHECKING:
@@ -29,6 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
     from typing_extensions import Self
+
+    from kvfast.prompts.stores.store import Store
 
 __all__ = ["PromptCache"]
 
@@ -93,14 +92,9 @@ class PromptCache:
     ) -> None:
         self.chunk_tokens = check_size(chunk_tokens, "chunk_tokens", 16, 1 << 20)
         self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0)
-        if not isinstance(secret, bytes) or len(secret) > 64:
-            raise TypeError("secret must be at most 64 bytes")  # which no message shows
-        if not isinstance(time_limit, (int, float)) or not time_limit > 0:
-            raise ValueError(f"time_limit must be a positive number of seconds, got {shown(time_limit)}")
-        need_files()
-        self.store = store if isinstance(store, Store) else open_store(store, max_bytes=self.max_bytes, near=near)
-        self.background, self.stats = bool(background), PromptCacheStats()
-        self._is_closed, self._secret, self._patient = False, secret, PatientStore(self.store, time_limit)
+        self._patient = open_patiently(store, self.max_bytes, near, secret, time_limit)
+        self.store, self.background, self.stats = self._patient.store, bool(background), PromptCacheStats()
+        self._is_closed, self._secret = False, secret
         self._writer, self._reader = Writer(self._patient), Reader(self._patient, secret, self.stats)
 
     def save(

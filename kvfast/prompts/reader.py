@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import know_tokens, storage_in
 from kvfast.errors import CorruptFileError
 from kvfast.files import chunk_bytes
-from kvfast.prompts.chain import key_of
+from kvfast.prompts.chain import common_length, key_of
 from kvfast.prompts.envelope import payload_of
 from kvfast.prompts.fetching import fetch_chunks
 from kvfast.prompts.payloads import states_of, tails_of
@@ -57,7 +55,7 @@ class Reader:
             lists = [one for one, is_here in zip(lists, here) if is_here]
         for (node, digest), tails in zip(lists, self.values("t", [digest for _, digest in lists], deadline, tails_of)):
             behind = prompt.token_ids[node * size : most]
-            found = [(node * size + _common(tail, behind), node, tail, digest) for tail in tails or ()]
+            found = [(node * size + common_length(tail, behind), node, tail, digest) for tail in tails or ()]
             choices += [choice for choice in found if choice[0] > least]
         if prompt.has_states:
             choices = self._with_states(choices, prompt, deadline)
@@ -119,8 +117,8 @@ class Reader:
         nbytes, begin = sum(map(prompt.form.nbytes, indices)), time.perf_counter()
         good = fetch_chunks(
             self._store,
-            prompt,
-            indices,
+            [(i, prompt.chain.chunk(i), prompt.form.nbytes(i)) for i in indices],
+            self._secret,
             deadline,
             lambda i, payload: prompt.form.write(storage, i, payload, start, end is None),
             (lambda: end.write(storage)) if end else int,
@@ -157,10 +155,3 @@ def _room(cache):
     if cache.is_paged:
         return cache.pool.num_free_blocks * cache.block_size
     return 1 << 62 if cache.max_seq_len is None else cache.max_seq_len
-
-
-def _common(a, b):
-    """Length of the prefix that two arrays share."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if different.size else n

@@ -50,3 +50,17 @@ def cpu(library):
 @pytest.fixture(scope="session")
 def backend(library):
     return Backend(library, "KVFAST")
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A file of weights for stand-ins of ``Llama``."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"weights")
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of prompts that is not there yet."""
+    return tmp_path / "prompts"

@@ -5,21 +5,19 @@ import json
 import os
 from dataclasses import dataclass
 from math import lcm
-from pathlib import Path
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
-from xxhash import xxh3_128
 
 from kvfast.files import state
 from kvfast.files.cache_file import need_files
+from kvfast.prompts import weights
 from kvfast.prompts.stores import open_store
 from kvfast.vllm.formats import format_of
 from kvfast.vllm.versions import TESTED
 
 SECRET = "KVFAST_PROMPT_SECRET"
-WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-BYTES_AT_ONCE = 1 << 24
+files_digest = functools.lru_cache(weights.files_digest)
 
 
 @dataclass
@@ -124,17 +122,3 @@ def model_name(vllm_config):
         sort_keys=True,
         default=str,
     )
-
-
-@functools.lru_cache
-def files_digest(path):
-    """A digest of the weights in a file or folder, all of their bytes. None if there are none."""
-    path = Path(path)
-    files = [path] if path.is_file() else sorted(one for one in path.glob("*") if one.suffix in WEIGHTS) if path.is_dir() else []
-    found = xxh3_128()
-    for file in files:
-        found.update(f"{file.name} {file.stat().st_size} ".encode())
-        with file.open("rb") as data:
-            while some := data.read(BYTES_AT_ONCE):
-                found.update(some)
-    return found.hexdigest() if files else None

@@ -1,0 +1,26 @@
+"""Stores as those open them who keep prompts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfast.core.text import shown
+from kvfast.files.cache_file import need_files
+from kvfast.prompts.patient import PatientStore
+from kvfast.prompts.stores.store import Store
+from kvfast.prompts.stores.urls import open_store
+
+if TYPE_CHECKING:
+    import os
+
+
+def open_patiently(
+    store: str | os.PathLike[str] | Store, max_bytes: int | None, near: str | os.PathLike[str] | None, secret: bytes, time_limit: float
+) -> PatientStore:
+    """A store by its path or URL, or one of the user, after a check of the options of `kvfast.PromptCache`."""
+    if not isinstance(secret, bytes) or len(secret) > 64:
+        raise TypeError("secret must be at most 64 bytes")  # which no message shows
+    if not isinstance(time_limit, (int, float)) or not time_limit > 0:
+        raise ValueError(f"time_limit must be a positive number of seconds, got {shown(time_limit)}")
+    need_files()
+    return PatientStore(store if isinstance(store, Store) else open_store(store, max_bytes=max_bytes, near=near), time_limit)

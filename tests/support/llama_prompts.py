@@ -1,0 +1,43 @@
+"""Stand-ins of ``Llama`` with a store, and prompts for them."""
+
+import contextlib
+import random
+import warnings
+
+from llama_stand_in import VOCABULARY, Llama
+
+from kvfast.llama_cpp import LlamaPromptCache
+
+CHUNK = 16
+
+
+def ids(length, seed=0):
+    return random.Random(seed).choices(range(VOCABULARY), k=length)
+
+
+PROMPT = ids(150)
+
+
+@contextlib.contextmanager
+def only_warnings(count=None):
+    """What goes wrong is said by RuntimeWarning, once for each cause."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == len(set(texts)) and all(issubclass(one.category, RuntimeWarning) for one in caught)
+    assert count is None or len(texts) == count, texts
+
+
+@contextlib.contextmanager
+def fresh(store, path, *types, cache=None, **options):
+    """A Llama as another process would have it, with a cache."""
+    llm = Llama(path, *types, **options)
+    with LlamaPromptCache(store, llm, **{"chunk_tokens": CHUNK} | (cache or {})) as prompts:
+        llm.set_cache(prompts)
+        yield llm, prompts
+
+
+def restored(prompt=PROMPT):
+    """Tokens of a prompt that come from the store."""
+    return (len(prompt) - 1) // CHUNK * CHUNK

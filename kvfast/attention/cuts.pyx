@@ -83,6 +83,7 @@ cdef Py_ssize_t split_tokens(const kv_call *call, Py_ssize_t num_queries, Py_ssi
     """Tokens of each split of a span of `span` tokens that `num_queries` queries read."""
     cdef const kv_given *given = <const kv_given *>call.given
     cdef Py_ssize_t splits = given.request.num_splits, units, least
+    span = max(span, 1)  # a draft may see nothing before its tree
     if splits == 0:
         # A few queries are split as each of them would be alone; see `cut_alike`.
         units = num_queries if num_queries > KV_FEW_QUERIES else 1

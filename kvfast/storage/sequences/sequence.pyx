@@ -187,28 +187,32 @@ cdef class SequenceStorage(SequenceTables):
             self._leave()
 
     def truncate(self, n, begin=None):
-        """Keep the first `n` tokens. `begin` is called with the new length."""
+        """Keep the first `n` tokens. `begin` is called with the new length. `branches.keep_branch` also keeps some of the others."""
         cdef BlockTable table
         cdef Py_ssize_t count
         cdef list _old = self.segments  # which are released after the end of the call
-        try:
-            number = n.__index__()
-        except AttributeError:
-            raise TypeError(f"n must be an integer, got {shown(n)}") from None
         self._enter()
         try:
-            if not 0 <= number <= self.length:
-                raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, "
-                                 f"got {shown(number)}{self._text_of_uncounted()}")
-            count = number
+            count = self.checked_length(n)
             for table in self.tables:
                 table.check_truncate(count)
             if begin is not None:
-                begin(number)
+                begin(count)
             self.keep(count)
             self._trim_surplus()
         finally:
             self._leave()
+
+    cdef Py_ssize_t checked_length(self, n) except -1:
+        """A number of complete tokens."""
+        try:
+            number = n.__index__()
+        except AttributeError:
+            raise TypeError(f"n must be an integer, got {shown(n)}") from None
+        if not 0 <= number <= self.length:
+            raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, "
+                             f"got {shown(number)}{self._text_of_uncounted()}")
+        return number
 
     def _text_of_uncounted(self):
         return f": {self.num_uncounted} more were never counted, call advance({self.num_uncounted}) first" if self.num_uncounted else ""

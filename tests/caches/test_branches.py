@@ -36,7 +36,7 @@ def append(cache, given, positions=slice(None), counted=False):
 @every_kind_and_format
 @pytest.mark.parametrize("at", range(len(BRANCHES)))
 def test_a_branch_has_the_bits_of_its_tokens_alone(kind, name, at, rng):
-    """Whatever was drafted beside them, over any end of a block: they move before they are counted."""
+    """Whatever other drafts there were, over any end of a block: they move before they are counted."""
     length, branch = [60, 4, 16, 64, 190, 150, 5][at], BRANCHES[at]
     if length < FORMATS[name].num_first_float_tokens and not FORMATS[name].seals:
         length = 16
@@ -110,7 +110,7 @@ def test_trees_again_and_again(kind, name, length, seed, counted):
 
 
 def test_what_was_counted_stays_counted(rng):
-    """A branch may begin among complete tokens and end among those that are none."""
+    """A branch may begin among complete tokens and end among others."""
     for dtype in ANY_BLOCK:
         given = rows(rng, 60)
         cache, alone = (append(make("growing", dtype), given, slice(0, 30), counted=True) for _ in range(2))

@@ -75,7 +75,7 @@ class Track:
         self.seen = [[one if one is None else one[:n] for one in pair] for pair in self.seen]
 
     def keep(self, n, branch):
-        """Of the tokens after the first `n`, which are all that are complete, keep those that `branch` numbers."""
+        """Keep the first `n` tokens, which are all that are complete, and those of the others that `branch` numbers."""
         for layer, (k, v) in enumerate(self.rows):
             for side, one in enumerate(self.seen[layer]):
                 if one is not None and len(one) > n:

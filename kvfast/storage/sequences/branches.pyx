@@ -14,7 +14,7 @@ from kvfast.storage.tables.block_table cimport BlockTable
 
 
 def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
-    """Keep the first `n` tokens, and of those behind them the ones that `keep` numbers from `n` on, counted or not.
+    """Keep the first `n` tokens, and the later ones that `keep` numbers from `n` on, counted or not.
 
     `begin` is called after the last step that can fail, with the first position whose token changes and the old positions of the
     complete tokens that come there. `moved` says why rows cannot move, if they cannot.

@@ -84,7 +84,7 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
     drafter : PromptLookup, TreeLookup, SkipLayers or the like, optional
         What guesses: ``draft(context, cache, limit)`` returns a list of at most `limit` tokens that may
         follow `context`, a list of all tokens so far; or a `DraftTree` of at most `limit` tokens. The cache has
-        all tokens but the last. Of a tree only the first branch is checked where the cache cannot keep any
+        all tokens but the last. Only the first branch of a tree is checked where the cache cannot keep any
         other: in a spliced cache, which `keep` makes, and in the first tokens of a text.
     stats : SpeculationStats, optional
         Gets the counts of this generation added.

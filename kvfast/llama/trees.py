@@ -79,7 +79,7 @@ class TreeLookup:
         Look for the passages that have this number of tokens in common with the end of the text, then for those
         with one token less.
     least : int
-        So many tokens must be the same.
+        At least this number of tokens must be the same.
     max_passages : int
         Look at this number of passages.
     max_draft : int

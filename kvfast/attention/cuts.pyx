@@ -83,6 +83,7 @@ cdef Py_ssize_t split_tokens(const kv_call *call, Py_ssize_t num_queries, Py_ssi
     """Tokens of each split of a span of `span` tokens that `num_queries` queries read."""
     cdef const kv_given *given = <const kv_given *>call.given
     cdef Py_ssize_t splits = given.request.num_splits, units, least
+    span = max(span, 1)  # a draft may see nothing before its tree
     if splits == 0:
         # A few queries are split as each of them would be alone; see `cut_alike`.
         units = num_queries if num_queries > KV_FEW_QUERIES else 1
@@ -103,12 +104,11 @@ cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil
 
 cdef bint cut_alike(const kv_call *call, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil:
     """Whether two queries that read from `begin` on would be split in the same way if each were alone."""
-    cdef Py_ssize_t start = begin_of(a, begin), size, span, other
+    cdef Py_ssize_t start = begin_of(a, begin), size
     if start != begin_of(b, begin):
         return False
-    span, other = max(a.stop - start, <Py_ssize_t>1), max(b.stop - start, <Py_ssize_t>1)  # a draft may see nothing before its tree
-    size = split_tokens(call, 1, span)
-    return size == split_tokens(call, 1, other) and (span - 1) // size == (other - 1) // size
+    size = split_tokens(call, 1, a.stop - start)
+    return size == split_tokens(call, 1, b.stop - start) and (a.stop - start - 1) // size == (b.stop - start - 1) // size
 
 
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:

@@ -13,6 +13,7 @@ from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.storage.sequences.branches import keep_branch
 from kvfast.storage.sequences.sequence import SequenceStorage
 
 if TYPE_CHECKING:
@@ -121,8 +122,11 @@ class PagedSequence:
                 if n % size == 0:
                     self._pool._known_states.add(self._digests[n // size - 1], self._storage.checkpoints.held[n])
 
-    def truncate(self, n: int) -> None:
-        self._storage.truncate(n, self._cut_ids)
+    def truncate(self, n: int, keep: ArrayLike | None = None) -> None:
+        if keep is None:
+            self._storage.truncate(n, self._cut_ids)
+        else:
+            keep_branch(self._storage, n, keep, self._move_ids)
 
     truncate.__doc__ = StoredSequence.truncate.__doc__
 
@@ -132,6 +136,15 @@ class PagedSequence:
             del self._token_ids[n:]
         if n == 0:
             self._token_ids, self._digests, self._salt = [], [], self._own_salt
+
+    def _move_ids(self, first, positions):
+        """Let the ids at some positions follow on the `first` ones. All later ids are dropped."""
+        if self._token_ids is not None:
+            moved = [self._token_ids[position] for position in positions]
+            del self._digests[first // self._pool.block_size :]
+            self._token_ids[first:] = moved
+        if first == 0 and not positions:
+            self._cut_ids(0)
 
     def clear(self) -> None:
         """Drop all tokens and release their blocks."""

@@ -9,6 +9,7 @@ from kvfast.core.checks import checked_lengths, checked_token_ids
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
 from kvfast.storage.kinds import decoded
+from kvfast.storage.sequences.branches import keep_branch
 from kvfast.storage.settings import NAMES
 
 if TYPE_CHECKING:
@@ -83,10 +84,19 @@ class StoredSequence:
         """Tokens that a layer holds, advanced or not."""
         return self._storage.layer_length(layer)
 
-    def truncate(self, n: int) -> None:
+    def truncate(self, n: int, keep: ArrayLike | None = None) -> None:
         """Keep the first `n` complete tokens. Tokens that were never counted with `advance` are dropped too.
 
         So ``truncate(len(cache))`` undoes a step that failed half way. The bytes of the kept tokens do not change.
+
+        Parameters
+        ----------
+        n : int
+        keep : integers of shape (num_kept,), optional
+            Also keep these of the later tokens, whether they were counted or not: rising numbers, 0 for the token at position
+            `n`, as in the `parents` of `attend`. They follow directly on the first `n` tokens, and no bit of them changes. So
+            one call keeps the right branch of a tree of drafts. Call it before `advance`: tokens that were not counted before
+            are not counted afterwards, either, and no block of them is sealed yet.
 
         Raises
         ------
@@ -94,9 +104,17 @@ class StoredSequence:
             If the cache is of a model with recurrent states, and there is no checkpoint after `n` tokens. The attribute `nearest` of the
             error is the last position before with one.
         ValueError
-            If `n` is out of range, or if a ring has dropped tokens that it would need.
+            For an `n` beyond the complete tokens, if a ring has dropped tokens that it would need, for numbers that do not rise, or
+            beyond the tokens of a layer. Where tokens would have to move that cannot: into a sealed block, to the first tokens that a
+            format keeps as floats, in a spliced cache, or in a ring with a `rope`. The message says what to do instead, and the cache
+            stays as it was.
+        CacheFullError
+            If a pool has no block for a copy of one that others share.
         """
-        self._storage.truncate(n)
+        if keep is None:
+            self._storage.truncate(n)
+        else:
+            keep_branch(self._storage, n, keep)
 
     def add_checkpoint(self, states: Mapping[str, ArrayLike]) -> None:
         """Keep the recurrent states of a model after all complete tokens, for `truncate`, snapshots and files.

@@ -110,9 +110,9 @@ def _add_generate(commands):
         "--speculative",
         nargs="?",
         const="lookup",
-        choices=["lookup", "layers"],
-        help="guess tokens and check them together, for the same text. Guess from earlier passages (lookup), "
-        "or with some of the model's layers (layers) (default: lookup)",
+        choices=["lookup", "tree", "layers"],
+        help="guess tokens and check them together, for the same text. Guess from an earlier passage (lookup), from several "
+        "(tree: a near tie may fall otherwise), or with some of the model's layers (layers) (default: lookup)",
     )
     add("--draft-tokens", type=int, choices=range(1, 8), default=7, metavar="N", help="largest number of guesses, 1 to 7 (default: 7)")
     add("--draft-layers", type=_positive, metavar="N", help="number of layers that guess (default: two thirds of the model's)")

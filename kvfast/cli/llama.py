@@ -185,6 +185,8 @@ def _speed(count, seconds):
 def _drafter(args, model):
     if args.speculative == "layers":
         return llama.SkipLayers(model, args.draft_layers, args.draft_tokens)
+    if args.speculative == "tree":
+        return llama.TreeLookup(max_draft=args.draft_tokens)
     return llama.PromptLookup(max_draft=args.draft_tokens) if args.speculative else None
 
 

@@ -1,6 +1,6 @@
 """A small llama-style runtime on kvfast: GGUF models, in NumPy, with a compressed KV cache.
 
-    interop.gguf_file -> weights -> model -> speculative -> generation -> serving
+    interop.gguf_file -> weights -> model -> speculative, trees -> generation -> serving
                                           -> documents
                                           -> session
     interop.gguf_file -> tokenizer -> prompts
@@ -30,10 +30,12 @@ from kvfast.llama.model import LlamaModel
 from kvfast.llama.serving import BatchGenerator, Request
 from kvfast.llama.session import Session
 from kvfast.llama.speculative import PromptLookup, SkipLayers, SpeculationStats
+from kvfast.llama.trees import DraftTree, TreeLookup
 from kvfast.llama.weights import LlamaConfig
 
 __all__ = [
     "BatchGenerator",
+    "DraftTree",
     "FetchError",
     "GGUFFile",
     "LlamaConfig",
@@ -46,6 +48,7 @@ __all__ = [
     "SkipLayers",
     "SpeculationStats",
     "Tokenizer",
+    "TreeLookup",
     "compute_document",
     "fetch_model",
     "generate",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvfast.codec.formats import MAX_FLOAT_TOKENS
 from kvfast.llama.documents import shift_context
 from kvfast.llama.model import FEW_TOKENS
 from kvfast.llama.speculative import SpeculationStats
+from kvfast.llama.trees import DraftTree
 
 
 class Sampler:
@@ -71,16 +73,19 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
         The prompt; it follows whatever the cache holds.
     cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
         Holds the prompt and every yielded token but the last one afterwards, also when generation is
-        closed early; between two tokens it may hold guesses as well. When it is full, generation ends, unless `keep` is given.
+        closed early; between two tokens it may hold guesses as well, those of a tree uncounted. When it is full, generation ends,
+        unless `keep` is given.
     max_tokens : int
         Yield at most this many.
     sampler : callable, optional
         From logits, (vocab_size,) float32, to a token; the likeliest token when omitted.
     end_ids : collection of int
         Tokens that end the text. They are not yielded.
-    drafter : PromptLookup, SkipLayers or the like, optional
+    drafter : PromptLookup, TreeLookup, SkipLayers or the like, optional
         What guesses: ``draft(context, cache, limit)`` returns a list of at most `limit` tokens that may
-        follow `context`, a list of all tokens so far. The cache has all of them but the last.
+        follow `context`, a list of all tokens so far; or a `DraftTree` of at most `limit` tokens. The cache has
+        all tokens but the last. Only the first branch of a tree is checked where the cache cannot keep any
+        other: in a spliced cache, which `keep` makes, and in the first tokens of a text.
     stats : SpeculationStats, optional
         Gets the counts of this generation added.
     history : sequence of int
@@ -95,25 +100,25 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
     """
     sampler, stats = sampler or Sampler(), stats or SpeculationStats()
     hidden = model.prefill(tokens, cache)[None]
-    context, draft, remaining = [int(token) for token in (*history, *tokens)], [], max_tokens
+    context, draft, remaining = [int(token) for token in (*history, *tokens)], DraftTree(), max_tokens
     while remaining > 0:
-        length = len(cache)
-        kept = length - len(draft)
+        length, row, right = len(cache), -1, []
         try:
-            for logits, guess in zip(model.logits(hidden), [*draft, None], strict=True):
-                token = sampler(logits)
+            logits = model.logits(hidden)
+            while row is not None:
+                token = sampler(logits[row + 1])
                 if token in end_ids:
                     return
                 remaining -= 1
                 context.append(token)
-                stats.num_accepted += token == guess
+                row = draft.child(row, token)
+                stats.num_accepted += row is not None
                 yield token
-                if token != guess:
-                    break
-                kept += 1
+                if row is not None:
+                    right.append(row)
         finally:  # also when generation is closed at a yield; a cache that was changed meanwhile is left alone
-            if kept < length == len(cache):
-                cache.truncate(kept)
+            if len(cache) == length:
+                _keep_right(cache, draft, right)
         if remaining == 0:
             return
         if len(cache) == cache.max_seq_len:
@@ -121,10 +126,28 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
                 return
             del context[keep : keep + shift_context(model, cache, keep)]
         limit = _draft_limit(cache, remaining - 1) if drafter is not None else 0
-        draft = drafter.draft(context, cache, limit)[:limit] if limit > 0 else []
-        hidden = model.forward([token, *draft], cache)
+        draft = DraftTree.of(drafter.draft(context, cache, limit)).cut(limit) if limit > 0 else DraftTree()
+        if draft.has_branches and not _takes_trees(cache):
+            draft = draft.first_branch()
+        hidden = model.forward([token, *draft.tokens], cache, draft.parents if draft.has_branches else None)
         stats.num_steps += 1
-        stats.num_drafted += len(draft)
+        stats.num_drafted += len(draft.tokens)
+
+
+def _keep_right(cache, draft, right):
+    """Keep of the drafts those that were right, unless they are gone."""
+    if draft.has_branches:  # none of them is counted
+        if cache.layer_length(0) != len(cache) + 1 + len(draft.tokens):
+            return
+        cache.truncate(len(cache), [0, *(row + 1 for row in right)])
+        cache.advance(1 + len(right))
+    elif len(right) < len(draft.tokens):
+        cache.truncate(len(cache) - len(draft.tokens) + len(right))
+
+
+def _takes_trees(cache):
+    """Whether a cache can keep any branch. A spliced one cannot, and no guess can move to the first tokens, which stay floats."""
+    return not cache.is_spliced and len(cache) >= MAX_FLOAT_TOKENS
 
 
 def _draft_limit(cache, limit):

@@ -81,7 +81,7 @@ class LlamaModel:
         """How the model rotates queries and keys, for `KVCache.splice` and `KVCache.drop`."""
         return Rope(frequencies=self.weights.rope_frequencies)
 
-    def forward(self, tokens, cache):
+    def forward(self, tokens, cache, parents=None):
         """Run tokens through the model, extending the context in `cache`.
 
         Up to `FEW_TOKENS` tokens get the bits that they would get one by one.
@@ -93,6 +93,10 @@ class LlamaModel:
         cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
             Made with `cache_shape`. If the call fails, or is interrupted, the cache keeps the
             context it had.
+        parents : list of int, optional
+            The last tokens are a tree of drafts: for each of them the number of the draft that it follows, -1 for
+            the token before the tree. Their position is their depth. None of the tokens is counted then:
+            ``cache.truncate(len(cache), keep=...)`` keeps those that are right, and `advance` counts them.
 
         Returns
         -------
@@ -101,9 +105,13 @@ class LlamaModel:
         """
         tokens = self._checked(tokens)
         start = len(cache)
+        positions = np.arange(start, start + len(tokens))
+        for draft, parent in enumerate(parents or (), len(tokens) - len(parents or ())):
+            positions[draft] = positions[parent + len(tokens) - len(parents)] + 1
         try:
-            hidden = self._layers(tokens, np.arange(start, start + len(tokens)), _attention_to(cache))
-            cache.advance(len(tokens))
+            hidden = self._layers(tokens, positions, _attention_to(cache, parents))
+            if parents is None:
+                cache.advance(len(tokens))
         except BaseException:
             cache.truncate(start)  # drops what some layers appended and others did not
             raise
@@ -290,11 +298,11 @@ class LlamaModel:
         return out.reshape(*x.shape[:-1], -1)
 
 
-def _attention_to(cache):
+def _attention_to(cache, parents=None):
     """What `LlamaModel._layers` does with the projections of one sequence."""
 
     def attention(index, qkv, **transform):
-        return cache.attend(index, cache.write(index, qkv, **transform))
+        return cache.attend(index, cache.write(index, qkv, **transform), parents=parents)
 
     return attention
 

@@ -52,7 +52,7 @@ def test_against_float64_on_every_tier(isa, rng, dtype, options):
         assert relative_error(got, expected) < (1e-5 if dtype == "float32" else 1e-3) and np.abs(got_lse - lse).max() < 1e-3
 
 
-@pytest.mark.parametrize("length", [5, 16, 64, 65, 128, 1024, 5000])
+@pytest.mark.parametrize("length", [0, 5, 16, 64, 65, 128, 1024, 5000])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_any_tree_after_any_length(rng, length, dtype):
     """The tree begins where a block or a tile does, or the window sees nothing before it."""

@@ -226,6 +226,23 @@ def test_every_dtype_and_shape(rng):
 # --- refusals ----------------------------------------------------------------------------------
 
 
+def test_branches_of_drafts_are_kept_before_they_are_counted(kind, rng):
+    cache = fill(fill(make(kind), rng, 30), rng, 20)
+    for layer in range(2):
+        k, v = tokens(rng, 6, 16)
+        cache.append(layer, *([k[:, 0].repeat(2, 1)] if hasattr(cache, "get_latent") else [k, v]))
+    with pytest.raises(MISSING):
+        cache.truncate(40, keep=[3])
+    with pytest.raises(MISSING):  # a counted token would move
+        cache.truncate(30, keep=[2, 3])
+    assert cache.checkpoints == (30, 50) and cache.layer_length(0) == 56
+    cache.truncate(50, keep=[1, 4])
+    assert cache.checkpoints == (30, 50) and len(cache) == 50 and cache.layer_length(0) == 52
+    cache.advance(2)
+    cache.truncate(30, keep=[])
+    assert cache.checkpoints == (30,) and len(cache) == 30
+
+
 def test_what_is_no_state_is_refused_and_leaves_nothing(kind, rng):
     cache = fill(fill(make(kind), rng, 10), rng, 10, False)
     good, before = states(rng), cache.snapshot()

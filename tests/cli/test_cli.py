@@ -206,6 +206,7 @@ def test_generate_goes_on_when_the_cache_is_full(model, more):
     [
         ("--speculative",),
         ("--speculative", "lookup", "--temperature", 1.2),
+        ("--speculative", "tree", "--dtype", "float32"),
         ("--speculative", "layers", "--draft-layers", 2, "--draft-tokens", 3),
     ],
 )

@@ -74,6 +74,17 @@ class Track:
         self.rows = [[side[:n] for side in pair] for pair in self.rows]
         self.seen = [[one if one is None else one[:n] for one in pair] for pair in self.seen]
 
+    def keep(self, n, branch):
+        """Keep the first `n` tokens, which are all that are complete, and those of the others that `branch` numbers."""
+        for layer, (k, v) in enumerate(self.rows):
+            for side, one in enumerate(self.seen[layer]):
+                if one is not None and len(one) > n:
+                    rest = branch[branch < len(one) - n]  # rows that were not looked at have no place yet
+                    self.seen[layer][side] = np.concatenate([one[:n], one[n:][rest]])
+            self.rows[layer] = [k[:n], v[:n]]
+            if len(branch):
+                self.append(layer, k[n:][branch], v[n:][branch])
+
     def spans_of(self, layer, positions):
         """The range of each channel over the block of each position, (tokens, heads, dim); 0 where there are no blocks."""
         if not self.formats[layer].seals or not len(positions):
@@ -377,9 +388,28 @@ class World:
             return
         if often(self.case.newest, 0.05):
             check_uncounted(self, held, n, self.case.newest)
+        if often(self.case.newest, 0.1):
+            n, ids = self.keep_branch(held, n, ids)
+        if n == 0:
+            return
         self.case.calls += 1
         held.cache.advance(n, **ids)
         held.track.advance(n)
+
+    def keep_branch(self, held, n, ids):
+        """Keep some of the `n` newest tokens, none of which is complete; returns how many, and their ids."""
+        newest, start = self.case.newest, held.track.length
+        branch = np.flatnonzero(newest.random(n) < newest.choice([0.1, 0.5, 0.9]))
+        self.case.note("keep", start, branch)
+        self.case.calls += 1
+        try:
+            held.cache.truncate(start, branch)
+        except ValueError as error:
+            if "a spliced cache" in str(error) and len(branch) or "as floats" in str(error) and start < 16:
+                return n, ids
+            raise
+        held.track.keep(start, branch)
+        return len(branch), {name: array[branch] for name, array in ids.items()}
 
     def next_rows(self, held, n):
         return held.source.take(n), {}

@@ -346,6 +346,7 @@ RECIPES = {
     "dequantize.head_dim": none_or(20, 19),
     "dequantize.out": lambda c: np.zeros((3, 2, 20), np.float32),
     "n": lambda c: c.tokens if c.rng.random() < 0.6 else c.rng.randrange(200),
+    "keep": small([], [0], [0, 1], [1], [0, 2, 5], [40], None),
     "num_tokens": lambda c: c.tokens,
     "queries": lambda c: c.floats(c.target.num_q_heads, c.dim),
     "token_ids": lambda c: c.integers(3, c.tokens),

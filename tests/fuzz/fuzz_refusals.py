@@ -86,6 +86,9 @@ def refuse(world, held, rng):
     elif way == 6:
         name = "truncate"
         call = functools.partial(cache.truncate, one_of(rng, [len(cache) + n, -n, (1 << 32) + len(cache), 1 << 64, 0.5]))
+        if often(world.case.newest, 0.3):
+            bad = one_of(world.case.newest, ([0, 0], [2, 1], [-1], [1 << 40], [0, (1 << 64) - 1], [0.5], [[0]], 0))
+            name, call = "truncate to a branch", functools.partial(cache.truncate, len(cache), bad)
     elif way == 7:
         name, call = "advance", functools.partial(cache.advance, one_of(rng, [n, (1 << 32), 1 << 64, -1, 0.5]))
     else:

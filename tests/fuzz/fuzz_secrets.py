@@ -92,7 +92,8 @@ class SecretWorld:
 
     def truncate(self, cache, first, last):
         with contextlib.suppress(ValueError):  # a ring cannot go back that far
-            cache.truncate(int(self.rng.integers(first + 1)))
+            keep = np.arange(last, len(cache))[::2] - first if often(self.rng, 0.3) else None  # of what follows on the secret
+            cache.truncate(first if keep is not None else int(self.rng.integers(first + 1)), keep)
             return cache
         return self.gone(cache, first, last)
 

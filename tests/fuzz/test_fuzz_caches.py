@@ -85,7 +85,7 @@ def test_what_no_cache_may_do_is_found(monkeypatch, broken):
             "v": lambda self, layer: 2 * v(self, layer),
             "attend": lambda self, layer, q, **options: _times(attend(self, layer, q, **options), 2),
         },
-        "truncate": {"truncate": lambda self, n: truncate(self, max(n - 1, 0))},
+        "truncate": {"truncate": lambda self, n, *keep: truncate(self, max(n - 1, 0), *keep)},
     }[broken]
     for name, function in replaced.items():
         monkeypatch.setattr(kvfast.KVCache, name, function)

@@ -68,6 +68,7 @@ def test_every_object(which):
         "state",
     ]
     names = [f"{operation}, {kind}, int4" for kind in kinds for operation in operations]
+    names += [f"keep_branch, {kind}, int4" for kind in ("growing", "sequence", "ring of two windows")]
     names += [f"{operation}, ring that rotates, int4" for operation in ("append_one", "attend")]
     operations = [
         "new_sequence",
@@ -79,12 +80,17 @@ def test_every_object(which):
         "append_batch",
         "attend_batch",
         "truncate_known",
+        "keep_known",
     ]
     names += [f"{operation}, pool, int4" for operation in operations]
     operations = ["splice", "drop", "attend_spliced", "drop_spliced", "truncate_spliced", "copy_spliced", "restore_spliced"]
     names += [f"{operation}, {kind}, int4" for kind in ("growing", "sequence") for operation in operations]
     names += ["write", "explain", "append_latent", "attend_latent", "push", "scores", "codecs", "attention", "make_cache"]
-    names = names if which == "all" else ["append, growing, int4", "fork, pool, int4", "attend_batch, pool, int4", "attention"]
+    names = (
+        names
+        if which == "all"
+        else ["append, growing, int4", "keep_branch, sequence, int4", "fork, pool, int4", "attend_batch, pool, int4", "attention"]
+    )
     failed = failing("objects", *names, KVFAST_NUM_THREADS="1")
     assert failed.keys() == set(names) and sum(failed.values()) > (5000 if which == "all" else 50)
 

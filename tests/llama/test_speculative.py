@@ -49,18 +49,35 @@ def assert_same_cache(actual, expected):
 
 
 class Oracle:
-    """Knows the text, but is wrong about every `error`-th token of it, with 0 about none."""
+    """Knows the text, but is wrong about every `error`-th token of it, with 0 about none. A lenient one bears another text."""
+
+    is_lenient = False
 
     def __init__(self, text, error=0):
         self.text, self.error, self.limits = text, error, []
 
     def draft(self, context, cache, limit):
         assert len(cache) == len(context) - 1
-        assert context == self.text[: len(context)]
+        assert self.is_lenient or context == self.text[: len(context)]
         self.limits.append(limit)
         positions = range(len(context), min(len(context) + limit, len(self.text)))
         wrong = [self.error > 0 and i % self.error == 0 for i in positions]
         return [int(self.text[i] == 0) if w else self.text[i] for i, w in zip(positions, wrong, strict=True)]
+
+
+class TreeOracle(Oracle):
+    """Knows the text, as the branch with this number of a tree; the other branches are wrong from their first token on."""
+
+    def __init__(self, text, error=0, branch=1):
+        super().__init__(text, error)
+        self.branch = branch
+
+    def draft(self, context, cache, limit):
+        right, tree = super().draft(context, cache, limit), llama.DraftTree()
+        for number in range(3):
+            wrong = [(right[0] + number + 1) % 256, *right[1:3]] if right else []
+            tree.add(right[: limit - 2 * self.branch] if number == self.branch else wrong[:2], limit)
+        return tree
 
 
 # --- bits --------------------------------------------------------------------------------------
@@ -215,6 +232,33 @@ def test_lookup_reads_a_growing_context_once_and_another_one_anew():
     assert context.slices == 2
 
 
+def test_a_lookup_guesses_what_followed_several_times():
+    context = [1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 5, 7, 1, 2, 3, 4, 8, 8, 0, 2, 3]
+    tree = llama.TreeLookup().draft(context, None, 7)
+    assert (tree.tokens, tree.parents) == ([4, 8, 8, 9, 5, 7, 5], [-1, 0, 1, -1, 3, 4, 0])
+    tree = llama.TreeLookup(max_passages=1, max_draft=2).draft(context, None, 7)
+    assert (tree.tokens, tree.has_branches) == ([4, 8], False)
+    assert llama.TreeLookup(ngram=3, least=3).draft(context, None, 7).tokens == []
+    assert llama.TreeLookup().draft([1, 2, 3, 4, 9, 9, 1, 2, 3], None, 7).tokens == [4, 9, 9, 1]
+    for text in ([], [1], [1, 2], [1, 2, 3, 4]):
+        assert llama.TreeLookup().draft(text, None, 7) == llama.DraftTree()
+
+
+def test_a_tree_of_lookups_has_what_one_lookup_says(rng):
+    """With as many tokens in common it holds the guesses of `PromptLookup`, of any text, read at once or as it grows."""
+    for _ in range(20):
+        text, growing = rng.integers(0, 4, 60).tolist(), llama.TreeLookup(max_passages=60, max_draft=200)
+        context = text[:1]
+        for token in text[1:]:
+            context.append(token)
+            tree, parent = growing.draft(context, None, 200), -1
+            assert tree == llama.TreeLookup(max_passages=60, max_draft=200).draft(list(context), None, 200)
+            assert all(parent < number for number, parent in enumerate(tree.parents))
+            for guess in lookup(list(context), limit=60, max_draft=60):
+                parent = tree.child(parent, guess)
+                assert parent is not None
+
+
 def test_layers_behind_the_first_quarter_are_skipped():
     model = SimpleNamespace(config=SimpleNamespace(num_layers=30))
     assert llama.SkipLayers(model).layers == [*range(5), *range(15, 30)]
@@ -273,6 +317,9 @@ def test_bad_drafter_options_are_refused(tiny_model):
         ("ngram", lambda: llama.PromptLookup(ngram=0)),
         ("max_draft", lambda: llama.PromptLookup(max_draft=0)),
         ("max_draft", lambda: llama.SkipLayers(model, 1, max_draft=0)),
+        ("between 1 and ngram, got 4 and 3", lambda: llama.TreeLookup(least=4)),
+        ("max_passages", lambda: llama.TreeLookup(max_passages=0)),
+        ("max_draft", lambda: llama.TreeLookup(max_draft=0)),
         ("between 1 and the 2", lambda: llama.SkipLayers(model, 0)),
         ("between 1 and the 2", lambda: llama.SkipLayers(model, 3)),
     ]:
@@ -310,6 +357,82 @@ def test_text_and_cache_are_those_of_plain_generation(tiny_model, kind, sampling
     assert 0 < partly.num_accepted < partly.num_drafted
     compared(llama.PromptLookup(ngram=1))
     compared(llama.SkipLayers(model, 1))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "top_p": 0.9, "seed": 3}])
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("branch", [0, 1, 2])
+def test_trees_give_the_text_of_plain_generation(tiny_model, kind, sampling, branch):
+    """The branch that begins a tree has the bits, too. Others are rounded otherwise, and codes may then be a step away."""
+    model, _ = tiny_model
+    prompt, plain = PROMPT * 2, new_cache(model, kind)
+    expected = generated(model, plain, prompt, max_tokens=60, sampler=llama.Sampler(**sampling))
+    for error in (0, 3):
+        cache, stats = new_cache(model, kind), llama.SpeculationStats()
+        drafter = TreeOracle([*prompt, *expected], error, branch)
+        drafter.is_lenient = branch > 0 and kind != "float32"
+        options = {"max_tokens": 60, "sampler": llama.Sampler(**sampling), "drafter": drafter, "stats": stats}
+        text = generated(model, cache, prompt, **options)
+        assert stats.num_steps + stats.num_accepted == 59 and len(cache) == len(plain) and stats.num_accepted > 15
+        assert cache.context_lens.tolist() == [len(plain)] * cache.num_layers
+        assert drafter.is_lenient or text == expected
+        if branch == 0:
+            assert_same_cache(cache, plain)
+        elif kind == "float32":
+            np.testing.assert_allclose(cache.k(1), plain.k(1), rtol=1e-3, atol=1e-4)
+
+
+def test_tree_lookups_give_the_text_of_plain_generation(tiny_model):
+    model, _ = tiny_model
+    prompt, stats = PROMPT * 3, llama.SpeculationStats()
+    expected = generated(model, new_cache(model, "float32"), prompt, max_tokens=80)
+    drafter = llama.TreeLookup(least=1)
+    assert generated(model, new_cache(model, "float32"), prompt, max_tokens=80, drafter=drafter, stats=stats) == expected
+    assert 0 < stats.num_accepted < stats.num_drafted
+
+
+def test_where_a_cache_keeps_no_branch_the_first_is_checked(tiny_model):
+    model, _ = tiny_model
+    expected = generated(model, new_cache(model), max_tokens=30)
+    for branch in (0, 1):  # in the first tokens, which a format may keep as floats
+        for dtype in ("int8", kvfast.KVFormat("int8", num_first_float_tokens=16)):
+            cache, stats = kvfast.KVCache(*model.cache_shape, dtype=dtype), llama.SpeculationStats()
+            drafter = TreeOracle([*PROMPT[:3], *generated(model, cache.copy(), PROMPT[:3], max_tokens=30)], 0, branch)
+            text = generated(model, cache, PROMPT[:3], max_tokens=30, drafter=drafter, stats=stats)
+            assert text == drafter.text[3:] and 0 < stats.num_accepted
+    full = [kvfast.KVCache(*model.cache_shape, max_seq_len=24, dtype="float32") for _ in range(2)]
+    shifted = generated(model, full[0], max_tokens=60, keep=4)
+
+    class Trees:
+        def draft(self, context, cache, limit):
+            tree = llama.DraftTree()
+            for guess in (context[-1], 0, 1, 2):
+                tree.add([guess, guess], limit)
+            return tree
+
+    assert generated(model, full[1], max_tokens=60, keep=4, drafter=Trees()) == shifted and full[1].is_spliced
+    assert shifted[:10] == expected[:10]
+
+
+def test_a_tree_that_a_model_checks(tiny_model):
+    """Each draft has the hidden state that it has after its ancestors alone."""
+    model, _ = tiny_model
+    cache, tokens, parents = new_cache(model, "float32"), [3, 1, 4, 1, 5, 9, 2], [-1, 0, 0, 2, -1, 4]
+    model.forward(PROMPT, cache)
+    hidden = model.forward(tokens, cache, parents)
+    assert len(cache) == len(PROMPT) and cache.layer_length(1) == len(PROMPT) + 7
+    for row in range(7):
+        path = [row]
+        while path[0] > 0:
+            path.insert(0, parents[path[0] - 1] + 1)
+        alone = new_cache(model, "float32")
+        model.forward(PROMPT, alone)
+        np.testing.assert_allclose(hidden[row], model.forward([tokens[i] for i in path], alone)[-1], rtol=1e-4, atol=1e-5)
+        kept = cache.copy()
+        kept.truncate(len(kept), path)
+        kept.advance(len(path))
+        for layer in range(kept.num_layers):
+            np.testing.assert_allclose(kept.k(layer), alone.k(layer), rtol=1e-4, atol=1e-5)
 
 
 def test_statistics():
@@ -417,7 +540,7 @@ def test_closing_leaves_the_cache_at_what_was_yielded(tiny_model, kind):
     expected = generated(model, new_cache(model, kind), max_tokens=30, sampler=llama.Sampler(1.5, seed=3))
     for count in range(1, 20):
         caches, states = [], []
-        for drafter in (None, Oracle([*PROMPT, *expected]), Oracle([*PROMPT, *expected], 4)):
+        for drafter in (None, Oracle([*PROMPT, *expected]), Oracle([*PROMPT, *expected], 4), TreeOracle([*PROMPT, *expected], 4, 0)):
             caches.append(new_cache(model, kind))
             sampler = llama.Sampler(1.5, seed=3)
             tokens = llama.generate(model, PROMPT, caches[-1], max_tokens=30, sampler=sampler, drafter=drafter)
@@ -427,7 +550,8 @@ def test_closing_leaves_the_cache_at_what_was_yielded(tiny_model, kind):
         assert len(caches[0]) == len(PROMPT) + count - 1
         assert_same_cache(caches[1], caches[0])
         assert_same_cache(caches[2], caches[0])
-        assert states[0] == states[1] == states[2]
+        assert_same_cache(caches[3], caches[0])
+        assert states[0] == states[1] == states[2] == states[3]
 
 
 def test_closing_leaves_a_changed_cache_alone(tiny_model):

@@ -160,6 +160,10 @@ def truncate(self):
     self.cache.truncate(85)
 
 
+def keep_branch(self):
+    self.cache.truncate(85, [1, 4])
+
+
 def clear(self):
     self.cache.clear()
 
@@ -312,6 +316,10 @@ def truncate_known(self):
     self.known.truncate(100)
 
 
+def keep_known(self):
+    self.known.truncate(290, [1, 4])
+
+
 class Latent:
     def __init__(self):
         self.cache = kvfast.MLAKVCache(2, 64, 16)
@@ -412,6 +420,9 @@ for _kind in ("growing", "sequence"):
             (another_spliced, restore_spliced),
         ):
             OPERATIONS[f"{_operation.__name__}, {_kind}, {_format}"] = lambda k=_kind, f=_format: Cache(k, f), _before, _operation
+for _kind in ("growing", "sequence", "ring of two windows"):
+    for _format in FORMATS:
+        OPERATIONS[f"keep_branch, {_kind}, {_format}"] = lambda k=_kind, f=_format: Cache(k, f), None, keep_branch
 for _before, _operation in ((None, write), (None, explain), (None, clear), (state, from_state), (with_file, save), (with_file, load)):
     OPERATIONS[_operation.__name__] = lambda: Cache("growing", "int4"), _before, _operation
 for _format in FORMATS:
@@ -427,6 +438,7 @@ for _format in FORMATS:
         (None, attend_batch),
         (more_for_known, advance_known),
         (None, truncate_known),
+        (None, keep_known),
     ):
         OPERATIONS[f"{_operation.__name__}, pool, {_format}"] = lambda f=_format: Pool(f), _before, _operation
 for _subject, _operation in (

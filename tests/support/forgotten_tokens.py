@@ -65,6 +65,19 @@ def truncated(case):
     case.append(70).secrets(60).cache.truncate(70)
 
 
+def truncated_to_a_branch(case):
+    """The secrets are drafts of another branch, in front of those that stay."""
+    case.append(70).secrets(20, advance=False).append(30, advance=False)
+    case.cache.truncate(70, [20, 22, *range(40, 50)])
+
+
+def truncated_to_a_branch_beside_a_fork(case):
+    case.append(70).secrets(20, advance=False)
+    fork = case.append(30, advance=False).cache.fork()
+    case.cache.truncate(70, [20, 22, *range(40, 50)])
+    fork.clear()
+
+
 def truncated_beside_a_snapshot(case):
     snapshot = case.append(70).secrets(60).cache.snapshot()
     case.cache.truncate(70)
@@ -159,6 +172,8 @@ def freed_beside_a_fork(case):
 
 PLAIN = [
     truncated,
+    truncated_to_a_branch,
+    truncated_to_a_branch_beside_a_fork,
     truncated_beside_a_snapshot,
     truncated_beside_a_fork,
     truncated_then_continued,

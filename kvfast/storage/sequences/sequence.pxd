@@ -13,6 +13,7 @@ cdef int check_held(BlockTable table, Plan plan, Py_ssize_t first_query) except 
 cdef class SequenceStorage(SequenceTables):
     cdef Py_ssize_t most               # most tokens, or -1: any number
 
+    cdef Py_ssize_t checked_length(self, n) except -1
     cdef int _trim_surplus(self) except -1
     cdef SequenceTables _shared(self, bint counted)
     cdef int _share_blocks(self, SequenceStorage other, begin) except -1

@@ -188,20 +188,13 @@ cdef class SequenceStorage(SequenceTables):
 
     def truncate(self, n, begin=None, states=None):
         """Keep the first `n` tokens. `begin` is called with the new length. `states`: those after `n` tokens, where the caller has
-        them."""
+        them. `branches.keep_branch` also keeps some of the other tokens."""
         cdef BlockTable table
         cdef Py_ssize_t count
         cdef list _old = self.segments  # which are released after the end of the call
-        try:
-            number = n.__index__()
-        except AttributeError:
-            raise TypeError(f"n must be an integer, got {shown(n)}") from None
         self._enter()
         try:
-            if not 0 <= number <= self.length:
-                raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, "
-                                 f"got {shown(number)}{self._text_of_uncounted()}")
-            count = number
+            count = self.checked_length(n)
             for table in self.tables:
                 table.check_truncate(count)
             checkpoints = self.checkpoints
@@ -212,12 +205,23 @@ cdef class SequenceStorage(SequenceTables):
                 if states is not None:
                     checkpoints = checkpoints.with_states(count, states, self.secure)
             if begin is not None:
-                begin(number)
+                begin(count)
             self.keep(count)
             self.checkpoints = checkpoints
             self._trim_surplus()
         finally:
             self._leave()
+
+    cdef Py_ssize_t checked_length(self, n) except -1:
+        """A number of complete tokens."""
+        try:
+            number = n.__index__()
+        except AttributeError:
+            raise TypeError(f"n must be an integer, got {shown(n)}") from None
+        if not 0 <= number <= self.length:
+            raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, "
+                             f"got {shown(number)}{self._text_of_uncounted()}")
+        return number
 
     def _text_of_uncounted(self):
         return f": {self.num_uncounted} more were never counted, call advance({self.num_uncounted}) first" if self.num_uncounted else ""

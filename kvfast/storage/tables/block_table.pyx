@@ -164,21 +164,21 @@ cdef class BlockTable:
         self._take(first, last, None)
         return 0
 
-    cdef list _open(self, Py_ssize_t first, Py_ssize_t last):
-        """`make_writable` so that `_undo` can go back. Returns the changes to blocks that the table had, for `_keep` or `_undo`: the
-        entry of a block that was copied, and the block; or a block, its pieces of float rows and its kept codes."""
+    cdef list open_range(self, Py_ssize_t first, Py_ssize_t last):
+        """`make_writable` so that `undo_changes` can go back. Returns the changes to blocks that the table had, for that or for
+        `keep_changes`: the entry of a block that was copied, and the block; or a block, its pieces of float rows and its kept codes."""
         cdef Py_ssize_t count = self.map.count, floats_begin = self.states.floats_begin
         cdef list changes = []
         try:
             self._take(first, last, changes)
         except BaseException:  # also where an object of `changes` could not be made
-            self._undo(changes, count, floats_begin)
+            self.undo_changes(changes, count, floats_begin)
             raise
         return changes
 
     cdef int _take(self, Py_ssize_t first, Py_ssize_t last, list changes) except -1:
-        """`make_writable`. Notes in `changes`, if it is not None, what `_undo` needs; else makes no object, and releases what it copies
-        at once."""
+        """`make_writable`. Notes in `changes`, if it is not None, what `undo_changes` needs; else makes no object, and releases what it
+        copies at once."""
         cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size, needed
         cdef int32_t block
         # Do first what can fail. Take all blocks and float rows at once, because large pieces of memory lie in huge pages.
@@ -210,15 +210,15 @@ cdef class BlockTable:
                 self.pool.floats.open(self.map.blocks[at], index, first - index * size, last - index * size)
         return 0
 
-    cdef int _keep(self, list changes) except -1:
+    cdef int keep_changes(self, list changes) except -1:
         """Release the blocks that were copied."""
         for change in changes:
             if len(change) == 2:
                 self.pool.release(change[1])
         return 0
 
-    cdef int _undo(self, list changes, Py_ssize_t count, Py_ssize_t floats_begin) except -1:
-        """Go back to before `_open`, when there were `count` blocks."""
+    cdef int undo_changes(self, list changes, Py_ssize_t count, Py_ssize_t floats_begin) except -1:
+        """Go back to before `open_range`, when there were `count` blocks."""
         cdef Py_ssize_t at
         cdef int32_t block
         for change in changes:
@@ -269,7 +269,7 @@ cdef class BlockTable:
         if self.pool.index is not None and self.map.blocks_needed(first, first + n) > self.pool.num_free:
             self.ensure(self.map.blocks_needed(first, first + n))
             check_storable(layout, k, v, rotary, NULL)  # now, as a known block that is evicted does not come back
-        changes = self._open(first, first + n)
+        changes = self.open_range(first, first + n)
         try:
             if n == 1:
                 slot = self.map.slot(first)
@@ -279,14 +279,14 @@ cdef class BlockTable:
                     view[i] = self.map.slot(first + i)
                 write_rows(layout, k, v, rotary, &view[0], True, True)
         except BaseException:
-            self._undo(changes, count, floats_begin)
+            self.undo_changes(changes, count, floats_begin)
             if self.pool.num_slabs > num_slabs:
                 self.pool.trim()
             if self.pool.secure:
                 for i in range(first // self.pool.block_size, self.map.end()):
                     self._wipe_behind(i)
             raise
-        self._keep(changes)
+        self.keep_changes(changes)
         self.lengths[layer] += n
         return 0
 

@@ -302,7 +302,8 @@ def _attention_to(cache, parents=None):
     """What `LlamaModel._layers` does with the projections of one sequence."""
 
     def attention(index, qkv, **transform):
-        return cache.attend(index, cache.write(index, qkv, **transform), parents=parents)
+        q = cache.write(index, qkv, **transform)
+        return cache.attend(index, q) if parents is None else cache.attend(index, q, parents=parents)
 
     return attention
 

@@ -106,6 +106,23 @@ def test_the_bits_do_not_depend_on_threads_and_neighbours(dtype):
     assert np.array_equal(model.cache.attend(0, q[:1], sliding_window=3000), together[:1])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int8-plain"])
+def test_queries_that_see_the_first_part_alone_have_its_bits(rng, dtype):
+    """With a window and sink tokens, among others that see what was spliced."""
+    for length, n, window, num_sink_tokens in ((70, 16, 28, 5), (65, 16, 6, 1), (70, 16, 66, 3), (300, 9, 5, 40), (90, 16, 60, 0)):
+        cache, other = cache_of(dtype), cache_of(dtype)
+        for one, count in ((cache, length), (other, 3)):
+            one.append(0, *rng.standard_normal((2, count, HEADS, DIM), np.float32))
+            one.advance(count)
+        alone, options = cache.fork(), {"sliding_window": window, "num_sink_tokens": num_sink_tokens}
+        cache.splice(other, rope=None)
+        q = rng.standard_normal((n, 2 * HEADS, DIM), np.float32)
+        got = cache.attend(0, q, **options)
+        for at in range(n - 4, -1, -1):
+            alone.truncate(length + 3 - n + 1 + at)
+            assert np.array_equal(alone.attend(0, q[at : at + 1], **options)[0], got[at])
+
+
 @pytest.mark.parametrize("isa", kvfast.available_isas())
 def test_every_tier(isa):
     rope, before = ROPES["interleaved"], kvfast.active_isa()

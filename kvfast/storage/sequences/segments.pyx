@@ -156,18 +156,35 @@ cdef object rotated_keys(object k, object rotation):
 
 
 cdef list _views(Plan plan, SplicedReader reader):
-    """The segments that some query sees, twice if it sees parts of them as sink tokens."""
+    """The segments that some query sees, with whether as sink tokens alone.
+
+    A segment that begins as a sequence does is one view, sink tokens and window, so that a query which sees no other has the bits
+    that it has in a sequence that is not spliced. Another segment may have two views.
+    """
     cdef kv_query oldest, newest
     cdef Segment segment
+    cdef bint has_sinks
     plan.sees(&oldest, reader.length - reader.num_queries, reader.length)
     plan.sees(&newest, reader.length - 1, reader.length)
     views = []
     for segment in reader.segments if reader.num_queries else ():
-        if segment.start < newest.sink_stop:
+        has_sinks = segment.start < newest.sink_stop
+        if has_sinks and not _begins(segment):
             views.append((segment, True))
-        if oldest.start < segment.end() and segment.start < newest.stop:
+        if oldest.start < segment.end() and segment.start < newest.stop or has_sinks and _begins(segment):
             views.append((segment, False))
     return views
+
+
+cdef inline bint _begins(Segment segment) noexcept:
+    """Whether a segment has the first token of its tables at position 0."""
+    return segment.start == 0 and segment.first == 0
+
+
+cdef inline (Py_ssize_t, Py_ssize_t) _within(Segment segment, Py_ssize_t begin, Py_ssize_t end) noexcept:
+    """The part of a range of positions that lies in a segment."""
+    begin = min(max(begin, segment.start), segment.end())
+    return begin, min(max(end, begin), segment.end())
 
 
 cdef inline bint _is_plain(SplicedReader reader, Segment segment, bint sinks):
@@ -207,7 +224,7 @@ cdef int ask_spliced(Plan plan, list readers) except -1:
     cdef Segment segment
     cdef Py_ssize_t row, extra = plan.given.request.q.tokens, i, seen, first, base, begin, end, items, first_item
     cdef int part
-    cdef bint sinks
+    cdef bint sinks, begins
     cdef kv_query *query
     cdef kv_context context
     cdef BlockTable table
@@ -226,12 +243,14 @@ cdef int ask_spliced(Plan plan, list readers) except -1:
             for i in range(reader.num_queries):
                 query = plan.call.queries + row + i
                 plan.sees(query, reader.length - reader.num_queries + i, reader.length)
-                begin = 0 if sinks else query.start
-                end = query.sink_stop if sinks else query.stop
-                begin = min(max(begin, segment.start), segment.end())
-                end = min(max(end, begin), segment.end())
+                begin, end = _within(segment, query.start, query.stop)
+                begins = _begins(segment)
+                if sinks or begins and begin == end:
+                    begin, end = _within(segment, 0, query.sink_stop)
+                    begins = False
                 query.position -= base
-                query.token, query.start, query.stop, query.sink_stop = reader.first_query + i, begin - base, end - base, 0
+                query.token, query.start, query.stop = reader.first_query + i, begin - base, end - base
+                query.sink_stop = min(query.sink_stop, segment.end()) if begins else 0
                 if begin < end:  # such queries follow each other
                     first = i if seen == 0 else first
                     seen += 1

@@ -180,7 +180,7 @@ class Transfers:
             named = self._config.compilation_config.static_forward_context
             config = self._kv_cache_config
             self._layers = [
-                GroupLayers([named[name] for name in one.layer_names], config.num_blocks, self.chunk_tokens // group.block_size)
+                GroupLayers([named[name] for name in one.layer_names], config.num_blocks, group.blocks(self.chunk_tokens))
                 for one, group in zip(config.kv_cache_groups, self._groups)
             ]
         return self._layers

@@ -1,6 +1,6 @@
 """kvfast as the KV cache of vLLM on CPUs.
 
-    versions, formats, memory -> backend, mla
+    versions, formats, hybrids, memory -> backend, mla
     prompts -> connector
 
 vLLM finds it by itself once both are installed (``pip install "kvfast[vllm]"``): its processes call `register`, an entry point of

@@ -12,11 +12,12 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheLayout, SlidingWindowSpec
 
 from kvfast import NonFiniteInputError, PagedKVCache
 from kvfast.planning.key_bias import key_bias_note
 from kvfast.vllm.formats import BLOCK_SIZES, NAMES, Directions, block_sizes, content_bytes, format_of
+from kvfast.vllm.hybrids import Hybrids, finer, interleaved, layers_of_block
 from kvfast.vllm.memory import GroupMemory, arrays_of
 from kvfast.vllm.versions import CONNECTOR
 
@@ -31,6 +32,8 @@ class KVFastBackend(CPUAttentionBackend):
         if kv_cache_spec is None:
             return list(BLOCK_SIZES)
         fmt = format_of(kv_cache_spec)
+        if fmt is not None and layers_of_block() > 1 and kv_cache_spec.block_size % block_sizes(fmt)[0] == 0:
+            return [kv_cache_spec.block_size]  # vLLM cuts no blocks that layers share, the pool does
         if fmt is not None:
             return block_sizes(fmt)
         return CPUAttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
@@ -48,7 +51,14 @@ class KVFastBackend(CPUAttentionBackend):
         fmt = format_of(spec)
         if fmt is None or spec.state_content_bytes is not None:
             return spec
-        return replace(spec, state_content_bytes=content_bytes(spec, fmt))
+        spec = replace(spec, state_content_bytes=content_bytes(spec, fmt))
+        # vLLM asks for one token where it makes blocks large enough for a state.
+        padded = layers_of_block() * spec.page_size_bytes if spec.block_size == 1 and layers_of_block() > 1 else None
+        return replace(spec, page_size_padded=padded)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):
+        return (KVCacheLayout.BLHNC,) if layers_of_block() > 1 else super().supported_kv_cache_layouts()
 
     @staticmethod
     def get_impl_cls():
@@ -117,7 +127,13 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats outside vLLM's blocks, which "
                 f"{transfer.kv_connector} would not send: choose {CONNECTOR}, or turboquant_4bit_nc or int8_per_token_head"
             )
-        if fmt.num_first_float_tokens and vllm_config.cache_config.enable_prefix_caching:
+        cache = vllm_config.cache_config
+        if fmt.num_first_float_tokens and cache.mamba_cache_mode == "align" and cache.prefix_match_unit not in (None, cache.block_size):
+            raise ValueError(
+                f"kv_cache_dtype={cache.cache_dtype} keeps some tokens as floats outside vLLM's blocks, which vLLM would not copy with the "
+                f"first tokens of a block: choose int8_per_token_head, or leave prefix_match_unit={cache.prefix_match_unit} out"
+            )
+        if fmt.num_first_float_tokens and cache.enable_prefix_caching:
             logger.warning_once(
                 "kv_cache_dtype=%s reads a prompt as floats when it computes it, and as codes where the prefix cache has it: the "
                 "same request may get other tokens then. --no-enable-prefix-caching, skip_reading_prefix_cache=True of a "
@@ -137,6 +153,11 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         # As in Gemma 4: a token of an image sees no token before its window, and all after it in the image.
         self._clamps_spans = any(getattr(layer, "mm_prefix_clamp_sliding_window", False) for layer in layers)
 
+        self._blocks_each, cut = 1, None  # blocks of the pool for one of vLLM's
+        if layers_of_block() > 1:
+            size = max(one for one in block_sizes(fmt) if kv_cache_spec.block_size % one == 0)
+            self._blocks_each, cut = kv_cache_spec.block_size // size, partial(interleaved, block_size=size)
+
         def new_pool(buffer):
             num_blocks, num_kv_heads, block_size, _ = buffer[0].shape
             return PagedKVCache(
@@ -150,7 +171,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 buffer=buffer,
             )
 
-        self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs)
+        self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs, cut)
         logger.info_once(
             "kvfast keeps the KV cache as %s, %d bytes per token and KV head (kv_cache_dtype=%s)",
             str(fmt),
@@ -173,6 +194,8 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         self._memory.bind()
         spans = spans_of(common_attn_metadata) if causal is True else None
         tables, slots = arrays_of(common_attn_metadata)
+        if self._blocks_each > 1:
+            tables[0] = finer(tables[0], self._blocks_each)
         return KVFastMetadata(common_attn_metadata.num_actual_tokens, tables, slots, causal, spans, self._clamps_spans)
 
 
@@ -184,7 +207,7 @@ class KVFastImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        config = get_current_vllm_config()
+        config = Hybrids.config = get_current_vllm_config()
         if config.attention_config.use_non_causal or config.diffusion_config is not None:
             Directions.sees_later_tokens = True
 

@@ -31,10 +31,12 @@ class GroupMemory:
         Takes the arrays of the layers, and returns a pool with these as buffer.
     max_num_seqs : int
         The most requests that vLLM runs at once.
+    cut : callable, optional
+        Takes the tensors of the layers, and returns those that the pool shall have.
     """
 
-    def __init__(self, layers, new_pool, max_num_seqs):
-        self._layers, self._new_pool, self._max_num_seqs = layers, new_pool, max_num_seqs
+    def __init__(self, layers, new_pool, max_num_seqs, cut=None):
+        self._layers, self._new_pool, self._max_num_seqs, self._cut = layers, new_pool, max_num_seqs, cut
         self._tensors = []
         self.pool = None
         self._batch = self._metadata = None
@@ -51,9 +53,9 @@ class GroupMemory:
             place = tensor.data_ptr()
             if place not in numbers:  # layers may share the keys and values of another
                 numbers[place] = len(buffer)
-                buffer.append(as_numpy(tensor))
+                buffer.append(tensor)
             layer.impl.memory, layer.impl.number = self, numbers[place]
-        self.pool = self._new_pool(buffer)
+        self.pool = self._new_pool([as_numpy(one) for one in (buffer if self._cut is None else self._cut(buffer))])
         self._tensors = tensors
         return self.pool
 

@@ -72,6 +72,31 @@ MODELS = {
             "num_hidden_layers": 3,
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 8,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+            "linear_num_value_heads": 1,
+            "linear_num_key_heads": 1,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention"] * 2,
+            # As in the files of such models; transformers has no defaults for them.
+            "conv_dim": 128,
+            "block_dim": 128,
+            "block_ff_dim": 256,
+        },
+    ),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 4, "tie_word_embeddings": True}),
 }
 

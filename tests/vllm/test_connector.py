@@ -24,6 +24,7 @@ CHUNK = 128
 LENGTHS = 40, 300, 513, 700
 # vLLM's own operator for the interleaved rotation of DeepSeek is wrong on CPUs.
 RIGHT = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+OPTIONS = {"deepseek": RIGHT, "qwen3_next": {"dtype": "bfloat16"}}
 
 
 def prompts(lengths=LENGTHS, seed=0):
@@ -66,6 +67,9 @@ def answers(folder, url=None, given=None, times=1, most=24, **options):
         ("llama", "int8_per_token_head"),
         ("llama", "int4_per_token_head"),
         ("deep", "turboquant_4bit_nc"),
+        ("lfm2", "int8_per_token_head"),
+        pytest.param("qwen3_next", "int8_per_token_head", marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_next", "int4_per_token_head", marks=pytest.mark.exhaustive),
         ("gemma3", "int8_per_token_head"),
         ("gemma3", "int4_per_token_head"),
         ("deepseek", "int4_per_token_head"),
@@ -73,10 +77,11 @@ def answers(folder, url=None, given=None, times=1, most=24, **options):
 )
 def test_a_fresh_engine_finds_prompts(folder_of, tmp_path, figures, model, dtype):
     """With the tokens of vLLM's own prefix cache: a format that seals blocks reads known tokens as codes. Windows, hybrid groups, blocks
-    of two sizes, and latent rows."""
-    options = {"kv_cache_dtype": dtype} | (RIGHT if model == "deepseek" else {})
+    of two sizes, latent rows, and recurrent states, which are stored where a step ends at the end of a block."""
+    options = {"kv_cache_dtype": dtype} | OPTIONS.get(model, {})
     first, again = answers(folder_of(model), tmp_path, times=2, **options)
-    restored = sum((n - 1) // CHUNK * CHUNK for n in LENGTHS)
+    chunk = 256 if (model, dtype) == ("qwen3_next", "int4_per_token_head") else CHUNK  # vLLM's block, or the default
+    restored = sum((n - 1) // chunk * chunk for n in LENGTHS)
     assert figures["num_restored_tokens"] == (restored if model == "deepseek" else 0)  # vLLM has no prefix cache for latents here
     assert figures["num_prompts"] == 2 * len(LENGTHS) and figures["bytes_written"] > 0
     figures.clear()
@@ -148,7 +153,7 @@ def test_weights_tell_models_apart(folder_of, tmp_path):
     assert settings.files_digest(tmp_path) is None
 
 
-@pytest.mark.parametrize(("model", "place"), [("llama", 384), ("gemma3", 640)])
+@pytest.mark.parametrize(("model", "place"), [("llama", 384), ("gemma3", 640), ("lfm2", 640)])
 def test_what_the_store_has_lost_is_computed(folder_of, tmp_path, figures, model, place):
     """A chunk that is gone, damaged or cut: known when it is looked up, or only when it is fetched."""
     given, options = prompts((700,)), {"kv_cache_dtype": "int8_per_token_head"}

@@ -23,10 +23,10 @@ class GroupLayers:
     def __init__(self, layers, num_blocks, blocks):
         self._blocks, self._arrays, self._memories = blocks, {}, {}
         for layer in layers:
-            tensor = layer.kv_cache
-            # Layers may share the keys and values of another.
-            self._arrays.setdefault(tensor.data_ptr(), tensor.view(torch.uint8).numpy())
-            memory = getattr(layer.impl, "group", None)
+            # Layers may share the keys and values of another, and may have several states.
+            for tensor in layer.kv_cache if isinstance(layer.kv_cache, tuple) else (layer.kv_cache,):
+                self._arrays.setdefault(tensor.data_ptr(), tensor.view(torch.uint8).numpy())
+            memory = getattr(getattr(layer, "impl", None), "group", None)
             if memory is not None:
                 self._memories[id(memory)] = memory
         self._arrays = [(array, array.shape[0] // num_blocks) for array in self._arrays.values()]

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from kvfast.core.workers import Workers
 from kvfast.prompts.chain import Chain, key_of, part_of
-from kvfast.prompts.patient import FORGETTING, PatientStore
+from kvfast.prompts.patient import FORGETTING
 from kvfast.vllm.prompts.figures import Figures
 from kvfast.vllm.prompts.settings import chunk_tokens_of, files_digest, groups_of, parts_of, secret, settings_text
 
@@ -76,7 +76,7 @@ class Lookups:
         self._groups, self._secret = groups_of(kv_cache_config), secret()
         self._parts = [part for rank in parts_of(vllm_config, self._groups) for part in rank]
         self.chunk_tokens = chunk_tokens_of(options, self._groups)
-        self._store = PatientStore(options.open(), options.time_limit)
+        self._store = options.open()
         self._threads = Workers(LOOKUPS, "kvfast-lookup")
         # It reads all weights of the model. Look-ups wait for it.
         self._text = self._threads.submit(lambda: settings_text(vllm_config, kv_cache_config, options))
@@ -107,7 +107,10 @@ class Lookups:
             _wait(known.answer)
         if not known.answer.done():
             return None
-        known.num_local, known.end = num_local, self._longest(self._answer(known), num_local)
+        # With prefix_match_unit, vLLM may have the first tokens of a block, of which the others cannot be fetched.
+        known.num_local, known.end = num_local, 0
+        if not any(num_local % group.block_size for group in self._groups):
+            known.end = self._longest(self._answer(known), num_local)
         if known.end and self._takes_longer(known.end - num_local):
             known.end = 0
         return max(0, known.end - num_local)
@@ -144,9 +147,10 @@ class Lookups:
                 for i in range(known.saved, complete // self.chunk_tokens):
                     # What was to be fetched, and is computed, was lost.
                     is_lost = known.is_fetched and known.request.num_computed_tokens < (i + 1) * self.chunk_tokens <= known.end
-                    is_there = i < here.shape[1] and here[:, i].all() and not is_lost
+                    chunk = self._chunk(known, i, block_ids)
+                    is_there = i < here.shape[1] and here[self._needed(chunk), i].all() and not is_lost
                     if not is_there and self._is_new(known, known.chain.nodes[i + 1]):
-                        plan.stored.append(self._chunk(known, i, block_ids))
+                        plan.stored.append(chunk)
                 known.saved = complete // self.chunk_tokens
         return plan
 
@@ -203,10 +207,19 @@ class Lookups:
         parts = []
         for group, ids in zip(self._groups, block_ids):
             each, at = self.chunk_tokens // group.block_size, index * self.chunk_tokens
+            if group.has_states:
+                last = (index + 1) * each - 1
+                parts.append([ids[last] if last < len(ids) else 0])
+                continue
             ids = [*ids[index * each : (index + 1) * each]]
             ids += [0] * (each - len(ids))
             parts.append([0 if at + i * group.block_size < start else one for i, one in enumerate(ids)])
         return Chunk(index, known.chain.nodes[index + 1], parts)
+
+    def _needed(self, chunk):
+        """Which parts of a chunk can be stored: not a state where no step has ended."""
+        found = [not group.has_states or any(ids) for group, ids in zip(self._groups, chunk.block_ids)]
+        return np.array(found * (len(self._parts) // len(found)), bool)
 
     def _is_new(self, known, node):
         """Whether no other request has sent this chunk to the store since the store was asked."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from math import lcm
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvfast.files import state
 from kvfast.files.cache_file import need_files
 from kvfast.prompts import weights
+from kvfast.prompts.patient import PatientStore
 from kvfast.prompts.stores import open_store
 from kvfast.vllm.formats import format_of
 from kvfast.vllm.versions import TESTED
@@ -45,7 +46,7 @@ class Options:
     def open(self):
         """The store; ModuleNotFoundError without the packages that its kind needs."""
         need_files()
-        return open_store(self.url, self.max_bytes, self.near, min(5.0, self.time_limit))
+        return PatientStore(open_store(self.url, self.max_bytes, self.near, min(5.0, self.time_limit)), self.time_limit)
 
 
 def secret():
@@ -63,19 +64,27 @@ class Group:
     block_size: int
     window: int | None  # tokens that a query sees, or None for all
     nbytes: int  # of a block, over all layers
+    has_states: bool = False  # of the end of a block, in place of keys and values
+
+    def blocks(self, chunk_tokens):
+        """Blocks of a chunk."""
+        return 1 if self.has_states else chunk_tokens // self.block_size
 
 
 def groups_of(kv_cache_config):
-    """The groups of a model whose layers all are attention; ValueError for another model."""
+    """The groups of a model whose layers all are attention, or have states that vLLM keeps at ends of blocks; ValueError for another
+    model."""
     return [_group(one.kv_cache_spec, len(one.layer_names)) for one in kv_cache_config.kv_cache_groups]
 
 
 def _group(spec, num_layers):
     kinds = [*spec.kv_cache_specs.values()] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    if all(isinstance(one, MambaSpec) and one.mamba_cache_mode == "align" for one in kinds):
+        return Group(spec.block_size, 1, sum(one.page_size_bytes for one in kinds), True)
     windows = {one.sliding_window if isinstance(one, SlidingWindowSpec) else None for one in kinds}
     if len(windows) != 1 or not all(isinstance(one, (FullAttentionSpec, SlidingWindowSpec)) for one in kinds):
         raise ValueError(
-            f"KVFastConnector stores keys and values of attention, and the model has layers of "
+            f"KVFastConnector stores keys and values of attention, and states where vLLM caches prefixes, and the model has layers of "
             f"{', '.join(sorted({type(one).__name__ for one in kinds}))}: leave --kv-transfer-config out"
         )
     nbytes = spec.page_size_bytes * (1 if isinstance(spec, UniformTypeKVCacheSpecs) else num_layers)

@@ -12,7 +12,7 @@ from kvfast.errors import CorruptFileError
 from kvfast.prompts.chain import key_of, part_of
 from kvfast.prompts.envelope import HEADER_BYTES, complete, new_value, payload_of
 from kvfast.prompts.fetching import BYTES_AT_ONCE
-from kvfast.prompts.patient import WEIGHT, PatientStore
+from kvfast.prompts.patient import WEIGHT
 from kvfast.prompts.writer import Writer
 from kvfast.vllm.prompts.figures import Figures
 from kvfast.vllm.prompts.layers import GroupLayers
@@ -51,7 +51,7 @@ class Transfers:
         rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
         self._parts = parts_of(vllm_config, self._groups)[rank]
         self.chunk_tokens = chunk_tokens_of(options, self._groups)
-        self._store = PatientStore(options.open(), options.time_limit)
+        self._store = options.open()
         self._threads, self._writer = Workers(FETCHES, "kvfast-fetch"), Writer(self._store)
         self._layers, self._fetches, self._failed = None, {}, set()
         self._rates, self._begin = {}, 0.0
@@ -180,7 +180,7 @@ class Transfers:
             named = self._config.compilation_config.static_forward_context
             config = self._kv_cache_config
             self._layers = [
-                GroupLayers([named[name] for name in one.layer_names], config.num_blocks, self.chunk_tokens // group.block_size)
+                GroupLayers([named[name] for name in one.layer_names], config.num_blocks, group.blocks(self.chunk_tokens))
                 for one, group in zip(config.kv_cache_groups, self._groups)
             ]
         return self._layers

@@ -30,6 +30,8 @@ def given_out(thing):
     for name in dir(thing):
         if name.startswith("_") or name in ("advance", "clear", "fork", "free", "to_cache"):
             continue
+        if name == "states_at" and not thing.checkpoints:  # which then raises
+            continue
         member = getattr(thing, name)
         if callable(member):
             parameters = inspect.signature(member).parameters.values()
@@ -63,6 +65,12 @@ def things(tmp_path):
     latent.append(0, rng.standard_normal((100, 40), np.float32))
     latent.advance(100)
     yield latent
+    hybrid = fill(kvfast.KVCache(LAYERS, HEADS, DIM, max_state_bytes=1 << 20), rng, 100)
+    hybrid.add_checkpoint({"recurrent": rng.standard_normal((3, 5))})
+    hybrid.save(tmp_path / "hybrid")
+    yield hybrid
+    yield hybrid.snapshot()
+    yield kvfast.load(tmp_path / "hybrid")
     heads = kvfast.MultiHeadKVCache(HEADS, MultiHeadConfig(DIM))
     for k, v in zip(*tokens(rng, 20)):
         heads.push_token(k, v)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ALIGNMENT = 64  # of each state in the bytes of a checkpoint: a cache line
-MAX_STATES, MAX_STATE_BYTES = 1 << 16, 1 << 40  # of a checkpoint
+MAX_STATES, MAX_STATE_BYTES = 1 << 16, 1 << 38  # of a checkpoint
 MOST_DIMS, MOST_NAME = 8, 256
 _BITS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 DTYPES = ("bool", "bfloat16", *(f"{kind}{bits}" for kind, all_bits in _BITS.items() for bits in all_bits))
@@ -66,11 +66,8 @@ class StateForms:
 
     def unpacked(self, data: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """The states in the bytes of a checkpoint: read-only views."""
-        views = {}
-        for name, (place, dtype, shape) in self._places.items():
-            views[name] = view = data[place].view(dtype).reshape(shape)
-            view.flags.writeable = False
-        return views
+        source = np.frombuffer(memoryview(data).toreadonly() if len(data) else b"", np.uint8)  # nobody can make it writable
+        return {name: source[place].view(dtype).reshape(shape) for name, (place, dtype, shape) in self._places.items()}
 
     def check(self, other: StateForms) -> None:
         """DimensionMismatchError unless other states have these names, shapes and dtypes."""

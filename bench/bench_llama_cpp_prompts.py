@@ -13,11 +13,9 @@ import json
 import os
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
 
-from bench_store import start_redis
+from engine_process import process, serve, store_of
 
 import kvfast
 from kvfast.prompts.stores import open_store
@@ -59,7 +57,7 @@ class Engine:
             self.cache = LlamaPromptCache(store, self.llm, time_limit=30.0)
             self.llm.set_cache(self.cache)
 
-    def answer(self, num_tokens, start):
+    def answer(self, num_tokens, start=0):
         """Seconds to the first token after a prompt and to the end, and the text that follows."""
         ids = (self.ids * (2 + num_tokens // len(self.ids)))[start : start + num_tokens]
         self.llm.reset()
@@ -72,38 +70,6 @@ class Engine:
     def flush(self):
         if self.cache is not None:
             self.cache.flush()
-
-
-def work(arguments):
-    """In a process of its own: answer the prompts of stdin, a line each."""
-    engine = Engine(*arguments)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        found = engine.answer(*json.loads(line))
-        engine.flush()
-        print(json.dumps(found), flush=True)
-
-
-@contextlib.contextmanager
-def process(*arguments):
-    """A function that asks a fresh engine: it takes the length of a prompt, and where it begins in the text."""
-    command = [sys.executable, __file__, "--engine", json.dumps(arguments)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
-
-        def line():
-            while not (found := child.stdout.readline()).startswith(("ready", "[")):
-                if not found:
-                    raise RuntimeError("an engine ended")
-            return found
-
-        def ask(num_tokens, start=0):
-            child.stdin.write(json.dumps([num_tokens, start]) + "\n")
-            child.stdin.flush()
-            return json.loads(line())
-
-        line()
-        yield ask
-        child.stdin.close()
 
 
 def size_of(store):
@@ -125,31 +91,27 @@ def main():
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.engine:
-        work(json.loads(given.engine))
+        serve(Engine(*json.loads(given.engine)))
         return
-    options = given.types, not given.no_flash_attention, given.context
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        store = given.store
-        if store is None:
-            server, port = start_redis(folder)
-            if server is None:
-                parser.error("there is no redis-server: name a --store")
-            stack.callback(server.kill)
-            store = f"redis://127.0.0.1:{port}"
+
+    def engine(store):
+        options = [given.types, not given.no_flash_attention, given.context, store]
+        return process(__file__, options, stderr=subprocess.DEVNULL)
+
+    with store_of(parser, given.store) as (store, folder):
         print(f"{given.types}, {given.context:,} tokens: seconds to the first token, to the end; MiB")
         expected = None
         for name, one in {f"kvfast, {store.partition('://')[0]}": store, OWN: f"{OWN}:{folder}/own"}.items():
-            with process(*options, one) as ask:
+            with engine(one) as ask:
                 computed, computed_end, text = ask(given.context)
             expected = expected or text
-            with process(*options, one) as ask:
+            with engine(one) as ask:
                 found, found_end, again = ask(given.context)
             same = "the same text" if text == again == expected else "ANOTHER TEXT"
             print(f"{name:24} computed {computed:.3f}, {computed_end:.3f}; in a fresh process {found:.3f}, {found_end:.3f}:", end=" ")
             print(f"{computed / found:.1f} times as soon, {same}; {size_of(one) / 2**20:.1f} MiB", flush=True)
         times = {"without a store": [], "with a store": []}
-        with process(*options, None) as plain, process(*options, store) as stored:
+        with engine(None) as plain, engine(store) as stored:
             for seed in range(1, given.rounds + 1):
                 engines = dict(zip(times, (plain, stored)))
                 for name in sorted(engines, reverse=bool(seed % 2)):  # in turns

@@ -8,17 +8,13 @@ Each engine is a process of its own. Times are those from a request to its first
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 
-from bench_store import start_redis
+from engine_process import process, serve, store_of
 
 NEW_TOKENS = 16
 
@@ -58,12 +54,13 @@ class Engine:
             **options,
         )
         self.has_store, self.count = store is not None, 0
-        self.answer(prompt(300, -1))
+        self.answer(300, -1)
 
-    def answer(self, ids):
+    def answer(self, num_tokens, seed):
         """Seconds to the first token after a prompt, and the first tokens."""
         from vllm import SamplingParams, TokensPrompt
 
+        ids = prompt(num_tokens, seed)
         engine, first = self.llm.llm_engine, None
         self.count += 1
         begin = time.perf_counter()
@@ -77,7 +74,7 @@ class Engine:
                     first = time.perf_counter() - begin
         return first, tokens
 
-    def close(self):
+    def flush(self):
         if self.has_store:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -89,39 +86,6 @@ def prompt(num_tokens, seed):
     return [draw.randrange(10, 40000) for _ in range(num_tokens)]
 
 
-def work(arguments):
-    """In a process of its own: answer the prompts of stdin, a line each."""
-    engine = Engine(*arguments)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        found = engine.answer(prompt(*json.loads(line)))
-        engine.close()
-        print(json.dumps(found), flush=True)
-
-
-@contextlib.contextmanager
-def process(*arguments):
-    """A function that asks a fresh engine: it takes the length and the seed of a prompt."""
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "--engine", json.dumps(arguments)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
-
-        def line():
-            while not (found := child.stdout.readline()).startswith(("ready", "[")):
-                if not found:
-                    raise RuntimeError("an engine ended")
-            return found
-
-        def ask(num_tokens, seed):
-            child.stdin.write(json.dumps([num_tokens, seed]) + "\n")
-            child.stdin.flush()
-            return json.loads(line())
-
-        line()
-        yield ask
-        child.stdin.close()
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", help="a folder or URL; by default a redis-server of its own")
@@ -131,26 +95,23 @@ def main():
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.engine:
-        work(json.loads(given.engine))
+        serve(Engine(*json.loads(given.engine)))
         return
     from llama_folder import save_folder
 
     from kvfast import llama
     from kvfast.prompts.stores import open_store
 
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    with store_of(parser, given.store) as (store, folder):
         save_folder(llama.load()[0], folder)
-        store = given.store
-        if store is None:
-            server, port = start_redis(folder)
-            if server is None:
-                parser.error("there is no redis-server: name a --store")
-            stack.callback(server.kill)
-            store = f"redis://127.0.0.1:{port}"
-        with process(folder, given.dtype, given.context, store) as ask:
+
+        def engine(store):
+            return process(__file__, [folder, given.dtype, given.context, store], env=environment)
+
+        with engine(store) as ask:
             computed, expected = ask(given.context, 0)
-        with process(folder, given.dtype, given.context, store) as ask:
+        with engine(store) as ask:
             fetched, found = ask(given.context, 0)
         entries = open_store(store)
         nbytes = sum(entry.nbytes for entry in entries.entries())
@@ -159,7 +120,7 @@ def main():
         print(f"first token: computed {computed:.3f} s, from the store {fetched:.3f} s, {computed / fetched:.1f} times as fast")
         print(f"the same {NEW_TOKENS} tokens: {expected == found}")
         times = {"without a store": [], "with a store": []}
-        with process(folder, given.dtype, given.context, None) as plain, process(folder, given.dtype, given.context, store) as stored:
+        with engine(None) as plain, engine(store) as stored:
             for seed in range(1, given.rounds + 1):
                 engines = dict(zip(times, (plain, stored)))
                 for name in sorted(engines, reverse=bool(seed % 2)):  # in turns

@@ -14,6 +14,7 @@ from cache_kinds import CENTRED, PACKED
 from selection import TIERS, pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 import kvfast
+from kvfast.prompts import patient
 
 # A shell's background jobs ignore Ctrl-C, and so would those that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -68,3 +69,10 @@ def tiny_model(tmp_path):
 
     runpy.run_path(Path(__file__).parent / "data" / "tiny_gguf.py")["write_model"](tmp_path / "tiny.gguf")
     return llama.load(tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    """A store that failed is asked again at once."""
+    monkeypatch.setattr(patient, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(patient, "LONGEST_PAUSE", 0.05)

@@ -38,6 +38,20 @@ class SpeculationStats:
         return 1 + self.num_accepted / max(1, self.num_steps)
 
 
+def count_alike(context, start, limit):
+    """How many tokens before `start` are those at the end of the text; at most `limit`, beyond which it does not matter."""
+    alike = 0
+    while alike < min(limit, start) and context[start - alike - 1] == context[-alike - 1]:
+        alike += 1
+    return alike
+
+
+def continuation(context, start, count):
+    """The `count` tokens from `start` on. A passage that reaches the end of the text goes on with its own continuation: a loop."""
+    period = len(context) - start
+    return [context[start + i % period] for i in range(count)]
+
+
 class PromptLookup:
     """Guesses that the text repeats itself: what followed the last time that its last tokens were there.
 
@@ -84,12 +98,7 @@ class PromptLookup:
         if start is None:
             return []
         limit = min(limit, self.max_draft)
-        alike = self.ngram
-        while alike < min(limit, start) and context[start - alike - 1] == context[-alike - 1]:
-            alike += 1
-        # A passage that reaches the end of the text goes on with its own continuation: a loop.
-        period = len(context) - start
-        return [context[start + i % period] for i in range(min(limit, alike))]
+        return continuation(context, start, count_alike(context, start, limit))
 
     def _index(self, context):
         """Note what follows every n-gram that a token follows."""

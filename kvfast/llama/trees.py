@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from kvfast.llama.model import FEW_TOKENS
+from kvfast.llama.speculative import continuation, count_alike
 
 
 @dataclass
@@ -116,11 +117,9 @@ class TreeLookup:
         """
         self._index(context)
         tree, limit = DraftTree(), min(limit, self.max_draft)
-        passages = [(self._alike(context, start, limit), start) for start in self._passages(context)]
+        passages = [(count_alike(context, start, limit), start) for start in self._passages(context)]
         for alike, start in sorted(passages, reverse=True):
-            # A passage that reaches the end of the text goes on with its own continuation: a loop.
-            period = len(context) - start
-            tree.add([context[start + i % period] for i in range(min(limit, alike + 1))], limit)
+            tree.add(continuation(context, start, min(limit, alike + 1)), limit)
         return tree
 
     def _passages(self, context):
@@ -129,14 +128,6 @@ class TreeLookup:
         for n in range(self.ngram, self.least - 1, -1):
             found |= dict.fromkeys(reversed(self._following.get(tuple(context[-n:]), ())))
         return list(found)[: self.max_passages]
-
-    @staticmethod
-    def _alike(context, start, limit):
-        """How many tokens before `start` are those at the end of the text, as far as it matters."""
-        alike = 0
-        while alike < min(limit, start) and context[start - alike - 1] == context[-alike - 1]:
-            alike += 1
-        return alike
 
     def _forget(self, context):
         self._context, self._indexed = context, 0

@@ -12,11 +12,12 @@ from llama_prompts import CHUNK, PROMPT, fresh, ids, only_warnings, restored
 from llama_stand_in import Llama
 from servers import Proxy, redis_server
 
-from kvfast.prompts import patient
 from kvfast.prompts.stores import FolderStore
 
 pytest.importorskip("safetensors")
 pytest.importorskip("xxhash")
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 @pytest.fixture
@@ -24,12 +25,6 @@ def server(tmp_path):
     pytest.importorskip("redis", reason="needs the extra redis")
     with redis_server(tmp_path) as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(patient, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(patient, "LONGEST_PAUSE", 0.05)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "swapped", "empty"])

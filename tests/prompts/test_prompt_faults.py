@@ -15,10 +15,11 @@ from prompt_tokens import use_store
 from servers import Proxy, redis_server
 
 import kvfast
-from kvfast.prompts import patient
 
 pytest.importorskip("safetensors")
 pytest.importorskip("redis", reason="needs the extra redis")
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 SECONDS = int(os.environ.get("KVFAST_STORE_SECONDS", "3"))  # `make stores` lets it run for five minutes
 TOKENS = list(range(400))
@@ -30,12 +31,6 @@ WHOLE = STREAM.feed(make("growing", "int8"), 400)
 def server(tmp_path):
     with redis_server(tmp_path) as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(patient, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(patient, "LONGEST_PAUSE", 0.05)
 
 
 def prompts_at(port, **options):

@@ -30,7 +30,7 @@ _FAMILIES = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "granitemoehybrid"), "N"),
     "bamba": "N",
     "dots3_note_text": "F|SFSS|",
-    "falcon_h1": "F",
+    **dict.fromkeys(("falcon_h1", "falcon-h1"), "F"),
     "flint": "F|SFSS|F",
     "kimi_linear": "N|FNNN|",
     "lara_mini": "NSNFS",
@@ -46,7 +46,7 @@ _FAMILIES = {
 # Kinds of layers with a recurrent state, by the same names; some have keys and values, too.
 _STATEFUL = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "M", "hybrid", "hybrid_sliding")
 # Families all of whose layers have one, without such a name.
-_ALL_STATEFUL = ("falcon_h1", "zamba", "zaya", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
+_ALL_STATEFUL = ("falcon_h1", "falcon-h1", "zamba", "zaya", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
 # Keys of layers with a state in place of keys and values.
 _OF_STATES = ("mamba", "ssm_", "linear_attn", "linear_num", "lru_")
 

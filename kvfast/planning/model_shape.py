@@ -53,6 +53,11 @@ _GGUF_NAMES = {
     "kv_lora_rank": "attention.kv_lora_rank",
     "full_attention_interval": "full_attention_interval",
     "num_kv_shared_layers": "attention.shared_kv_layers",
+    "conv_L_cache": "shortconv.l_cache",
+    "ssm_conv_kernel": "ssm.conv_kernel",
+    "ssm_group_count": "ssm.group_count",
+    "ssm_inner_size": "ssm.inner_size",
+    "ssm_state_size": "ssm.state_size",
 }
 
 
@@ -310,11 +315,24 @@ def _of_gguf(path):
         raise ModuleNotFoundError('reading GGUF files needs the llama extra: pip install "kvfast[llama]"', name=error.name) from None
     file = GGUFFile(path)
     arch = file.architecture
-    values = {key: file.get(f"{arch}.{name}") for key, name in _GGUF_NAMES.items()}
-    values |= {"model_type": arch, "qk_rope_head_dim": file.get(f"{arch}.rope.dimension_count")}
-    values["sliding_window_pattern"] = file.get(f"{arch}.attention.sliding_window_pattern")
+    names = _GGUF_NAMES | {
+        "qk_rope_head_dim": "rope.dimension_count",
+        "sliding_window_pattern": "attention.sliding_window_pattern",
+        "feed_forward_length": "feed_forward_length",
+    }
+    values = {key: value for key, name in names.items() if (value := file.get(f"{arch}.{name}")) is not None}
+    values |= {"model_type": arch, **_mixers(values)}
     total, read = _weight_bytes(file, arch)
     return _shape(_Config(values, path, arch), weight_bytes=total, weight_bytes_read=read)
+
+
+def _mixers(values):
+    """The kind of each layer of a hybrid. A GGUF file tells it by numbers: of KV heads, and of feed-forward rows for Nemotron-H."""
+    heads, rows = values.get("num_key_value_heads"), values.pop("feed_forward_length", None)
+    if not isinstance(heads, list) or values.keys().isdisjoint(("conv_L_cache", "ssm_conv_kernel")):
+        return {}
+    alone = rows if isinstance(rows, list) and 0 in rows and len(rows) == len(heads) else [0] * len(heads)
+    return {"layers_block_type": ["attention" if n else "mlp" if own else "mamba" for n, own in zip(heads, alone)]}
 
 
 def _weight_bytes(file, arch):

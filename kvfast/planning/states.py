@@ -18,7 +18,7 @@ _KERNEL = ("mamba_d_conv", "conv_kernel")
 
 def layer_state_nbytes(config):
     """Bytes of the states of one layer in a checkpoint, or None for a kind of layer that is not known."""
-    for shapes_of in (_delta, _mamba2, _mamba, _convolution):
+    for shapes_of in (_delta, _mamba2, _mamba, _of_gguf, _convolution):
         shapes = shapes_of(config)
         if shapes is not None:
             return sum(-(-prod(shape) * nbytes // ALIGNMENT) * ALIGNMENT for shape, nbytes in shapes)
@@ -62,6 +62,15 @@ def _mamba(config):
         return None
     expand, hidden, state, kernel = numbers
     return [((expand * hidden, kernel), CONVOLVED), ((expand * hidden, state), RECURRENT)]
+
+
+def _of_gguf(config):
+    """One form for Mamba, Mamba-2 and the gated delta rule, whose keys are as many as the groups of Mamba-2."""
+    inner, state, kernel = (config.get(name) for name in ("ssm_inner_size", "ssm_state_size", "ssm_conv_kernel"))
+    groups = config.get("ssm_group_count") or 0
+    if not all(map(_is_size, (inner, state, kernel, groups or 1))):
+        return None
+    return [((inner + 2 * groups * state, kernel), CONVOLVED), ((inner, state), RECURRENT)]
 
 
 def _convolution(config):

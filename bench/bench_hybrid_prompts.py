@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 
-PIECE = 512  # tokens of a piece of a prompt, each of which leaves a checkpoint
+PIECE = 256  # tokens of a piece of a prompt, each of which leaves a checkpoint
 
 
 def model_of():
@@ -24,7 +24,7 @@ def model_of():
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3NextConfig(num_hidden_layers=4, num_experts=16, vocab_size=4096, attn_implementation="kvfast", dtype=torch.bfloat16)
+    config = Qwen3NextConfig(num_hidden_layers=4, num_experts=16, vocab_size=4096, attn_implementation="kvfast", dtype=torch.float32)
     return Qwen3NextForCausalLM._from_config(config).eval()
 
 

@@ -2,7 +2,7 @@
 
     python ci/dist.py DIST/*.tar.gz DIST/*.whl
 
-Run in a git checkout. A wheel that auditwheel repaired may also hold libgomp.
+Run in a git checkout. A wheel may also hold the backend for llama.cpp, and one that auditwheel repaired libgomp.
 """
 
 import re
@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MADE_BY_SETUPTOOLS = re.compile(r"PKG-INFO|setup\.cfg|kvfast\.egg-info/.*")
 MODULES = re.compile(r"\.(abi3|cpython-[\w-]+)(-[\w-]+)?\.so$")
+MAY_BE = re.compile(r"kvfast\.libs/libgomp-|kvfast/llama_cpp/libggml-kvfast-[0-9a-f]{12}\.so$")
 MAX_BYTES = 5_000_000
 
 
@@ -54,7 +55,7 @@ def check_wheel(path):
         for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "entry_points.txt")
         if name not in info
     )
-    files = {MODULES.sub("", name) for name in names if ".dist-info/" not in name and not re.match(r"kvfast\.libs/libgomp-", name)}
+    files = {MODULES.sub("", name) for name in names if ".dist-info/" not in name and not MAY_BE.match(name)}
     known = {wanted(name) for name in tracked()} - {None} | {"kvfast/core/memoryviews"}  # Cython writes this one by itself
     yield from (f"{name} is missing" for name in sorted(known - files))
     yield from (f"{name} is of no use to a user" for name in sorted(files - known))

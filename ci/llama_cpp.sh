@@ -3,19 +3,12 @@
 # tests/llama_cpp, and ggml's own test of attention, a part of it or (`full`) all. What is built stays in build/llama_cpp.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-version=0.3.36 cases='hsk=(72|192|320|576),.*kv=113,.*nb=(3|75),mask=1,sinks=1|hsk=(40|256),.*type_K=q8_0|nr23=\[4,3\],.*nb=3,mask=1,sinks=1'
+cases='hsk=(72|192|320|576),.*kv=113,.*nb=(3|75),mask=1,sinks=1|hsk=(40|256),.*type_K=q8_0|nr23=\[4,3\],.*nb=3,mask=1,sinks=1'
 [ "${1:-}" != full ] || { cases=; shift; }
 ci/need.sh cmake cmake
 ci/need.sh ninja ninja-build
 work=$PWD/build/llama_cpp
-sources=$work/sources-$version/vendor/llama.cpp
-mkdir -p "$work/sources-$version"
-if [ ! -e "$sources/tests/test-backend-ops.cpp" ]; then
-    python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest "$work" "llama-cpp-python==$version"
-    tar -xzf "$work"/llama_cpp_python-$version.tar.gz -C "$work/sources-$version" --strip-components 1 --wildcards \
-        '*/vendor/llama.cpp/ggml/*' '*/vendor/llama.cpp/tests/test-backend-ops.cpp'
-    rm "$work"/llama_cpp_python-$version.tar.gz
-fi
+sources=$(ci/ggml_sources.sh)
 
 # Any processor's instructions, and optimised only what computes for long: it is there to load the backend, and to compare with.
 cat >"$work/CMakeLists.txt" <<'END_OF_FILE'

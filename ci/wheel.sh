@@ -15,7 +15,10 @@ PATH=$work/tools/bin:$PATH
 for copy in one a-second; do
     mkdir "$work/$copy"
     git ls-files -z | xargs -0 cp --parents -t "$work/$copy"
-    (umask "$([ $copy = one ] && echo 022 || echo 077)" && python -m build --outdir "$work/dist-$copy" "$work/$copy")
+done
+ci/bundle_backend.sh "$work/one" "$work/a-second"
+for copy in one a-second; do
+    (umask "$([ $copy = one ] && echo 022 || echo 077)" && python -m build --sdist --wheel --outdir "$work/dist-$copy" "$work/$copy")
 done
 for file in "$work"/dist-one/*; do
     cmp "$file" "$work/dist-a-second/${file##*/}"
@@ -23,7 +26,7 @@ done
 echo "two builds of the same bytes: $(cd "$work/dist-one" && sha256sum -- *)"
 
 python ci/audit_instructions.py "$work"/dist-one/*.whl
-auditwheel repair -w "$work/repaired" "$work"/dist-one/*.whl
+auditwheel repair --exclude "libggml-base.so.*" -w "$work/repaired" "$work"/dist-one/*.whl
 python ci/dist.py "$work"/dist-one/*.tar.gz "$work"/dist-one/*.whl "$work"/repaired/*.whl
 python ci/audit_instructions.py "$work"/repaired/*.whl
 rm -rf dist

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvfast.core.tuning import in_use
-from kvfast.llama_cpp.headers import check_headers, fetch_headers, find_headers
-from kvfast.llama_cpp.installed import KERNELS, SOURCES, SUFFIX, Ggml, installed
+from kvfast.llama_cpp.headers import check_headers, fetch_headers, find_headers, version_of
+from kvfast.llama_cpp.installed import KERNELS, SOURCES, SUFFIX, Ggml, bundled, installed
 
 # Those of setup.py, and rows that are wide enough for the keys of multi-head latent attention.
 FLAGS = [
@@ -61,36 +61,70 @@ def build(source=None, libraries=None, out=None):
     with tempfile.TemporaryDirectory() as scratch:
         headers = find_headers(source) if source is not None else fetch_headers(scratch)
         check_headers(headers, ggml)
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        _run([*compiler, "--version"])
-        openmp = _openmp(compiler, scratch)
-        flags = [*FLAGS, *openmp, f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKVFAST_TENSOR_OVERHEAD={ggml.tensor_overhead}"]
-        flags.append(f"-DKV_PREFETCH_LEVEL={in_use()[0].prefetch_level}")  # what this processor reads best with
-        flags += [f"-I{folder}" for folder in (SOURCES.parents[1], headers / "include", headers / "src")]
-        with ThreadPoolExecutor() as pool:
-            list(
-                pool.map(
-                    lambda unit: _run([*compiler, *flags, *UNITS[unit], "-c", str(unit), "-o", str(Path(scratch, f"{unit.stem}.o"))]),
-                    UNITS,
-                )
-            )
-        built = Path(scratch, f"built{SUFFIX}")
-        objects = [str(Path(scratch, f"{unit.stem}.o")) for unit in UNITS]
-        linked = [f"-L{ggml.folder}", "-lggml-base", f"-Wl,-rpath,{ggml.folder.resolve()}", "-lm"]
-        _run([*compiler, "-shared", *openmp, *objects, *linked, "-o", str(built)])
-        out = ggml.library if out is None else Path(out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        whole = out.with_name(f".{out.name}.{os.getpid()}")  # a process that loads it meanwhile sees the old or the new one
-        whole.write_bytes(built.read_bytes())
-        whole.replace(out)
+        openmp = _openmp(scratch)
+        # How this processor reads memory best; programs that load the file themselves cannot say it.
+        flags = [*openmp, f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKV_PREFETCH_LEVEL={in_use()[0].prefetch_level}"]
+        linked = [*openmp, f"-L{ggml.folder}", "-lggml-base", f"-Wl,-rpath,{ggml.folder.resolve()}"]
+        return _compile(headers, scratch, flags, linked, ggml.library if out is None else Path(out))
+
+
+def build_bundled(source, out=None):
+    """Compile the backend that a wheel has, for Linux.
+
+    It fits every ggml of the interface and of the tensors that the headers have, and is refused by others. It names neither folders of
+    this machine nor a runtime of OpenMP: its threads are those of the ggml that loads it.
+
+    Parameters
+    ----------
+    source : path
+        Sources of llama.cpp, of ggml or of llama-cpp-python.
+    out : path, optional
+        By default the file that `load` finds in the package.
+
+    Returns
+    -------
+    Path
+    """
+    headers = find_headers(source)
+    check_headers(headers)
+    with tempfile.TemporaryDirectory() as scratch:
+        openmp = _openmp(scratch)
+        if not openmp:
+            raise RuntimeError("the backend of a wheel needs a compiler with OpenMP")
+        # An empty library stands for ggml's: all that is taken from it is its name.
+        name, empty = f"libggml-base.so.{version_of(headers).partition('.')[0]}", Path(scratch, "empty.c")
+        empty.touch()
+        _run([*_compiler(), "-shared", "-fPIC", f"-Wl,-soname,{name}", str(empty), "-o", str(Path(scratch, "libggml-base.so"))])
+        linked = ["-Wl,--no-as-needed", f"-L{scratch}", "-lggml-base", "-Wl,--as-needed", "-Wl,--build-id=none"]
+        return _compile(headers, scratch, openmp, linked, bundled() if out is None else Path(out))
+
+
+def _compile(headers, scratch, flags, linked, out):
+    """Compile the sources and link them."""
+    flags = [*FLAGS, *flags, *(f"-I{folder}" for folder in (SOURCES.parents[1], headers / "include", headers / "src"))]
+    objects = {unit: str(Path(scratch, f"{unit.stem}.o")) for unit in UNITS}
+    calls = [[*_compiler(), *flags, *options, "-c", str(unit), "-o", objects[unit]] for unit, options in UNITS.items()]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_run, calls))
+    built = Path(scratch, f"built{SUFFIX}")
+    _run([*_compiler(), "-shared", *objects.values(), *linked, "-lm", "-o", str(built)])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    whole = out.with_name(f".{out.name}.{os.getpid()}")  # a process that loads it meanwhile sees the old or the new one
+    whole.write_bytes(built.read_bytes())
+    whole.replace(out)
     return out
 
 
-def _openmp(compiler, scratch):
-    """The flag for ggml's own runtime of threads: libgomp with gcc, libomp with clang."""
+def _compiler():
+    return shlex.split(os.environ.get("CC", "cc"))
+
+
+def _openmp(scratch):
+    """The flag for ggml's own runtime of threads: libgomp with gcc, libomp with clang. RuntimeError without a compiler."""
+    _run([*_compiler(), "--version"])
     source = Path(scratch, "probe.c")
     source.write_text("#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n")
-    probe = subprocess.run([*compiler, "-fopenmp", str(source), "-o", str(Path(scratch, "probe"))], capture_output=True, check=False)
+    probe = subprocess.run([*_compiler(), "-fopenmp", str(source), "-o", str(Path(scratch, "probe"))], capture_output=True, check=False)
     return ["-fopenmp"] if probe.returncode == 0 else []
 
 

@@ -52,11 +52,16 @@ def fetch_headers(folder):
     return find_headers(next(path for path in Path(folder).iterdir() if path.is_dir()))
 
 
-def check_headers(folder, ggml):
-    """Raise a ValueError unless the headers are those of this ggml, and of an interface that the backend knows."""
+def version_of(folder):
+    """The version of ggml that headers are of."""
     text = (folder / "CMakeLists.txt").read_text()
-    version = ".".join(re.search(rf"set\(GGML_VERSION_{part} (\d+)\)", text)[1] for part in ("MAJOR", "MINOR", "PATCH"))
-    if version != ggml.version.partition("-")[0]:
+    return ".".join(re.search(rf"set\(GGML_VERSION_{part} (\d+)\)", text)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def check_headers(folder, ggml=None):
+    """Raise a ValueError unless the headers are of an interface that the backend knows, and those of this ggml if one is given."""
+    version = version_of(folder)
+    if ggml is not None and version != ggml.version.partition("-")[0]:
         raise ValueError(f"expected headers of ggml {ggml.version}, which {ggml.base} is, got those of ggml {version} in {folder}")
     api = int(re.search(r"GGML_BACKEND_API_VERSION (\d+)", (folder / "src/ggml-backend-impl.h").read_text())[1])
     if api not in API_VERSIONS:

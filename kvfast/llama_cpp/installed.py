@@ -33,17 +33,29 @@ class Ggml:
             self.version = library.ggml_version().decode()
         except AttributeError:
             raise ValueError(f"{self.base} is older than ggml 0.9, which was the first to report its version") from None
-        library.ggml_tensor_overhead.restype = ctypes.c_size_t
-        self.tensor_overhead = library.ggml_tensor_overhead()
+        # Only a ggml that has threads of OpenMP can lend them to the backend of a wheel.
+        self.has_openmp = hasattr(library, "GOMP_parallel")
 
     @property
     def library(self):
         """Path of the backend for this ggml, of the sources of this kvfast."""
-        digest = hashlib.sha256(f"{self.version} {self.tensor_overhead} {self.folder.resolve()}".encode())
-        for path in sorted([*SOURCES.iterdir(), *WALK.iterdir(), *KERNELS.rglob("*.[ch]")]):
-            digest.update(path.read_bytes())
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(cache, "kvfast", "llama_cpp", f"libggml-kvfast-{self.version}-{digest.hexdigest()[:12]}{SUFFIX}")
+        return Path(
+            cache, "kvfast", "llama_cpp", f"libggml-kvfast-{self.version}-{_digest(self.version, self.folder.resolve())}{SUFFIX}"
+        )
+
+
+def bundled():
+    """Path of the backend that comes with a wheel of this kvfast, whether or not there is one."""
+    return SOURCES.parent / f"libggml-kvfast-{_digest()}{SUFFIX}"
+
+
+def _digest(*parts):
+    """A few digits that tell the sources of this kvfast, and what else is given, from others."""
+    digest = hashlib.sha256(repr(list(map(str, parts))).encode())
+    for path in sorted([*SOURCES.iterdir(), *WALK.iterdir(), *KERNELS.rglob("*.[ch]")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def installed():

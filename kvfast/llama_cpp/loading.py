@@ -3,7 +3,8 @@
 import ctypes
 from pathlib import Path
 
-from kvfast.llama_cpp.installed import SUFFIX, Ggml, installed
+from kvfast.core.tuning import in_use
+from kvfast.llama_cpp.installed import SUFFIX, Ggml, bundled, installed
 
 _HINT = "python -m kvfast llama-cpp build"
 
@@ -16,7 +17,7 @@ def load(library=None, libraries=None):
     Parameters
     ----------
     library : path, optional
-        The backend; by default the one that `build` made for these libraries.
+        The backend; by default the one that `build` made for these libraries, or else the one that the wheel of kvfast brings.
     libraries : path, optional
         The folder of the ``libggml`` that loads it; by default that of the llama-cpp-python that is installed.
 
@@ -28,13 +29,13 @@ def load(library=None, libraries=None):
     Raises
     ------
     FileNotFoundError
-        If there is no such file: `build` was not run, or llama-cpp-python or kvfast are others since. Or if there are no
-        libraries.
+        If there is no such file: this kvfast did not bring it, and `build` was not run, or llama-cpp-python or kvfast are others
+        since. Or if there are no libraries.
     RuntimeError
-        If ggml cannot load it, or refuses it because it was built for another ggml.
+        If ggml cannot load it, or refuses it because it is for another ggml.
     """
     found = installed() if libraries is None else Ggml(libraries)
-    path = found.library if library is None else Path(library).resolve()
+    path = _backend_for(found) if library is None else Path(library).resolve()
     if not path.exists():
         raise FileNotFoundError(f"there is no backend for the ggml in {found.folder}, {path}; {_HINT} makes it")
     if libraries is None:
@@ -44,9 +45,20 @@ def load(library=None, libraries=None):
     ggml = ctypes.CDLL(str(found.folder / f"lib{'llama' if libraries is None else 'ggml'}{SUFFIX}"))
     if not hasattr(ggml, "ggml_backend_load"):
         raise RuntimeError("this llama-cpp-python was built without shared libraries; it can load no backends")
-    for name in ("ggml_backend_load", "ggml_backend_reg_by_name"):
+    for name in ("ggml_backend_load", "ggml_backend_reg_by_name", "ggml_backend_reg_get_proc_address"):
         getattr(ggml, name).restype = ctypes.c_void_p
         getattr(ggml, name).argtypes = [ctypes.c_char_p]
-    if ggml.ggml_backend_reg_by_name(b"KVFAST") is None and ggml.ggml_backend_load(str(path).encode()) is None:
-        raise RuntimeError(f"ggml refuses {path}, perhaps because it was built for another ggml; {_HINT} makes a new one")
+    ggml.ggml_backend_reg_get_proc_address.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    if ggml.ggml_backend_reg_by_name(b"KVFAST") is not None:
+        return path
+    backend = ggml.ggml_backend_load(str(path).encode())
+    if backend is None:
+        raise RuntimeError(f"ggml {found.version} refuses {path}, perhaps because it is for another ggml; {_HINT} makes a new one")
+    prefetch = ctypes.CFUNCTYPE(None, ctypes.c_int)(ggml.ggml_backend_reg_get_proc_address(backend, b"kvfast_use_prefetch_level"))
+    prefetch(in_use()[0].prefetch_level)
     return path
+
+
+def _backend_for(ggml):
+    """The one that was built for a ggml, or that of the wheel, which takes its threads from ggml."""
+    return bundled() if not ggml.library.exists() and ggml.has_openmp and bundled().exists() else ggml.library

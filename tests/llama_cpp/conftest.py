@@ -31,10 +31,10 @@ def ggml_headers(ggml, tmp_path):
 
 @pytest.fixture(scope="session")
 def library(ggml):
-    """ggml with the backend loaded."""
+    """ggml with the backend loaded: with that of KVFAST_TEST_GGML_BACKEND, if it names one."""
     alone = "KVFAST_TEST_GGML" in os.environ
     try:
-        kvfast.llama_cpp.load(libraries=ggml.folder if alone else None)
+        kvfast.llama_cpp.load(os.environ.get("KVFAST_TEST_GGML_BACKEND"), ggml.folder if alone else None)
     except FileNotFoundError as error:
         if alone:
             raise

@@ -177,11 +177,17 @@ static void set_num_threads(ggml_backend_t backend, int num_threads)
     own->num_threads = num_threads;
 }
 
-/* Besides ggml's own: the tier by name, for tests. */
+static void use_prefetch_level(int level)
+{
+    kv_prefetch_level = level;
+}
+
+/* Besides ggml's own: how memory is read, and the tier by name, for tests. */
 static void *reg_function(ggml_backend_reg_t reg, const char *name)
 {
     (void)reg;
     if (strcmp(name, "ggml_backend_set_n_threads") == 0) return (void *)set_num_threads;
+    if (strcmp(name, "kvfast_use_prefetch_level") == 0) return (void *)use_prefetch_level;
     if (strcmp(name, "kvfast_use_isa") == 0) return (void *)kv_use_tier;
     return NULL;
 }
@@ -222,10 +228,37 @@ static int tensors_fit(void)
     return fit;
 }
 
-/* 0, which means "not supported", unless the ggml of this process is the one that this was compiled for. */
+/* Whether the numbers of operations and types of this process are those of the headers. */
+static int numbers_fit(void)
+{
+    static const struct {
+        enum ggml_type type;
+        const char *name;
+        size_t bytes; /* of 32 elements */
+    } types[] = {{GGML_TYPE_F32, "f32", 128}, {GGML_TYPE_F16, "f16", 64}, {GGML_TYPE_BF16, "bf16", 64},
+                 {GGML_TYPE_Q8_0, "q8_0", 34}, {GGML_TYPE_Q4_0, "q4_0", 18}, {GGML_TYPE_Q4_1, "q4_1", 20},
+                 {GGML_TYPE_Q5_0, "q5_0", 22}, {GGML_TYPE_Q5_1, "q5_1", 24}, {GGML_TYPE_IQ4_NL, "iq4_nl", 18}};
+    static const struct {
+        enum ggml_op op;
+        const char *name;
+    } ops[] = {{GGML_OP_NONE, "NONE"}, {GGML_OP_RESHAPE, "RESHAPE"}, {GGML_OP_VIEW, "VIEW"}, {GGML_OP_PERMUTE, "PERMUTE"},
+               {GGML_OP_TRANSPOSE, "TRANSPOSE"}, {GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT"}};
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        if (strcmp(ggml_type_name(types[i].type), types[i].name) || ggml_row_size(types[i].type, 32) != types[i].bytes) return 0;
+    for (size_t i = 0; i < sizeof ops / sizeof *ops; i++)
+        if (strcmp(ggml_op_name(ops[i].op), ops[i].name)) return 0;
+    return 1;
+}
+
+/* 0, which means "not supported", unless the ggml of this process is one that this was compiled for: of any version in a wheel, as
+   long as its tensors are the same. ggml itself compares GGML_BACKEND_API_VERSION. */
 static int score(void)
 {
-    return strcmp(ggml_version(), KVFAST_GGML_VERSION) == 0 && ggml_tensor_overhead() == KVFAST_TENSOR_OVERHEAD && tensors_fit();
+    const size_t object = 32; /* what ggml puts before each tensor */
+#ifdef KVFAST_GGML_VERSION
+    if (strcmp(ggml_version(), KVFAST_GGML_VERSION)) return 0;
+#endif
+    return ggml_tensor_overhead() == object + sizeof(struct ggml_tensor) && numbers_fit() && tensors_fit();
 }
 
 GGML_BACKEND_DL_IMPL(kvfast_reg)

@@ -119,16 +119,16 @@ def main():
         print(f"{given.dtype}, {given.context:,} tokens, {nbytes / 2**20:.1f} MiB in {store.partition('://')[0]}")
         print(f"first token: computed {computed:.3f} s, from the store {fetched:.3f} s, {computed / fetched:.1f} times as fast")
         print(f"the same {NEW_TOKENS} tokens: {expected == found}")
+        if not given.rounds:
+            return
         times = {"without a store": [], "with a store": []}
         with engine(None) as plain, engine(store) as stored:
             for seed in range(1, given.rounds + 1):
                 engines = dict(zip(times, (plain, stored)))
                 for name in sorted(engines, reverse=bool(seed % 2)):  # in turns
                     times[name].append(engines[name](given.context // 4, seed)[0])
-        ratios = [stored / plain for plain, stored in zip(*times.values())]
-        print(
-            f"prompts of {given.context // 4:,} tokens that are not there: {statistics.median(ratios):.3f} times as long with a store"
-        )
+        ratio = statistics.median(stored / plain for plain, stored in zip(*times.values()))
+        print(f"prompts of {given.context // 4:,} tokens that are not there: {ratio:.3f} times as long with a store")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,13 @@ class Workers:
         self.close()
 
 
+def wait_for_any(calls: Iterable[Future[Any]], seconds: float) -> None:
+    """Wait until one of these calls has ended, at most `seconds`."""
+    from concurrent.futures import FIRST_COMPLETED, wait
+
+    wait(calls, seconds, FIRST_COMPLETED)
+
+
 def _done(work):
     """The Future of a call that runs here and now."""
     from concurrent.futures import Future

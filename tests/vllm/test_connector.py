@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -15,6 +16,7 @@ from vllm_server import get, kill, stream, vllm_server
 from kvfast.prompts.envelope import HEADER_BYTES, num_tokens_of
 from kvfast.vllm.prompts import settings
 from kvfast.vllm.prompts.figures import FIGURES, Figures
+from kvfast.vllm.prompts.settings import IDLE_WAIT
 from kvfast.vllm.prompts.transfers import Rates, Transfers
 
 # vLLM and PyTorch use parts of each other that are deprecated.
@@ -237,6 +239,25 @@ def test_what_takes_longer_to_fetch_is_computed(folder_of, tmp_path, figures, mo
     in_engine(folder_of("llama"), use, kv_transfer_config=stored(tmp_path), kv_cache_dtype="int8_per_token_head")
 
 
+def test_an_idle_engine_leaves_the_interpreter_to_a_fetch(folder_of, tmp_path, monkeypatch):
+    """While its only request waits, it takes few steps: a thousand of them slow a fetch to a hundredth."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    steps, schedule, fetch = [], Scheduler.schedule, Transfers._fetch
+    monkeypatch.setattr(Scheduler, "schedule", lambda *args, **options: steps.append(args) or schedule(*args, **options))
+    monkeypatch.setattr(Transfers, "_fetch", lambda *args: time.sleep(0.5) or fetch(*args))
+
+    def use(llm):
+        generate(llm, prompts((200,)), 1)
+        settle(llm)
+        assert llm.reset_prefix_cache()
+        steps.clear()
+        generate(llm, prompts((200,)), 1)
+
+    in_engine(folder_of("llama"), use, kv_transfer_config=stored(tmp_path), kv_cache_dtype="int8_per_token_head")
+    assert 1 < len(steps) < 0.5 / IDLE_WAIT + 20
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [({"chunk": 1}, "must have a url, and may have chunk_tokens"), ({"url": "ftp://there"}, "a store must be a folder or begin with")],
@@ -290,13 +311,14 @@ def quietly(port, prompt):
 
 
 @pytest.mark.exhaustive
-def test_ranks_have_parts_of_their_own(tmp_path):
-    """Two processes that divide the heads of a model."""
+@pytest.mark.parametrize("divided", ["tensor", "pipeline"])
+def test_ranks_have_parts_of_their_own(tmp_path, divided):
+    """Two processes that divide the heads of a model, or its layers."""
     save_model("llama", tmp_path)
     save_tokenizer(tmp_path)
     given, words = prompts((300, 500)), []
     text = '{"kv_connector":"KVFastConnector","kv_role":"kv_both","kv_connector_extra_config":{"url":"%s"}}'
-    options = ("--kv-transfer-config", text % (tmp_path / "store"), "--tensor-parallel-size", "2")
+    options = ("--kv-transfer-config", text % (tmp_path / "store"), f"--{divided}-parallel-size", "2")
     for _ in range(2):
         with vllm_server(tmp_path, *options) as (_, port):
             words.append([stream(port, one)[0] for one in given])

@@ -8,17 +8,15 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.logger import init_logger
 
-from kvfast.core.workers import Workers
+from kvfast.core.workers import Workers, wait_for_any
 from kvfast.prompts.chain import Chain, key_of, part_of
 from kvfast.prompts.patient import FORGETTING
 from kvfast.vllm.prompts.figures import Figures
-from kvfast.vllm.prompts.settings import chunk_tokens_of, files_digest, groups_of, parts_of, secret, settings_text
+from kvfast.vllm.prompts.settings import IDLE_WAIT, chunk_tokens_of, files_digest, groups_of, parts_of, secret, settings_text
 
 logger = init_logger("vllm.kvfast")
 
 LOOKUPS = 4  # at once
-# Seconds to wait for the answer of a store while no request computes: asking again takes a whole step of the engine.
-BRIEF = 0.005
 MOST_RECENT = 1 << 14  # chunks that are known to be on their way to the store
 
 
@@ -104,7 +102,7 @@ class Lookups:
         if known is None or known.is_fetched:  # what did not come is not asked for again
             return 0
         if not known.answer.done() and self._is_idle:
-            _wait(known.answer)
+            wait_for_any([known.answer], IDLE_WAIT)
         if not known.answer.done():
             return None
         # With prefix_match_unit, vLLM may have the first tokens of a block, of which the others cannot be fetched.
@@ -229,12 +227,6 @@ class Lookups:
         if len(self._recent) > MOST_RECENT:
             del self._recent[next(iter(self._recent))]
         return True
-
-
-def _wait(answer):
-    from concurrent.futures import wait
-
-    wait([answer], BRIEF)
 
 
 def _others(request, first, last):

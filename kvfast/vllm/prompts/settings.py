@@ -17,6 +17,8 @@ from kvfast.prompts.stores import open_store
 from kvfast.vllm.formats import format_of
 from kvfast.vllm.versions import TESTED
 
+# Seconds to wait for a store while no request computes: the steps of an idle engine keep the interpreter from the threads that fetch.
+IDLE_WAIT = 0.005
 SECRET = "KVFAST_PROMPT_SECRET"
 files_digest = functools.lru_cache(weights.files_digest)
 

@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
-from kvfast.core.workers import Workers
+from kvfast.core.workers import Workers, wait_for_any
 from kvfast.errors import CorruptFileError
 from kvfast.prompts.chain import key_of, part_of
 from kvfast.prompts.envelope import HEADER_BYTES, complete, new_value, payload_of
@@ -16,7 +16,7 @@ from kvfast.prompts.patient import WEIGHT
 from kvfast.prompts.writer import Writer
 from kvfast.vllm.prompts.figures import Figures
 from kvfast.vllm.prompts.layers import GroupLayers
-from kvfast.vllm.prompts.settings import chunk_tokens_of, groups_of, parts_of, secret
+from kvfast.vllm.prompts.settings import IDLE_WAIT, chunk_tokens_of, groups_of, parts_of, secret
 
 logger = init_logger("vllm.kvfast")
 
@@ -54,7 +54,7 @@ class Transfers:
         self._store = options.open()
         self._threads, self._writer = Workers(FETCHES, "kvfast-fetch"), Writer(self._store)
         self._layers, self._fetches, self._failed = None, {}, set()
-        self._rates, self._begin = {}, 0.0
+        self._rates, self._begin, self._is_idle = {}, 0.0, False
         self.figures = Figures()
 
     def start_clock(self):
@@ -63,6 +63,7 @@ class Transfers:
 
     def begin(self, plan):
         """Begin the fetches of a step."""
+        self._is_idle = not plan.num_tokens
         for request_id, chunks in plan.fetched.items():
             layers = self._group_layers()
             self._fetches[request_id] = chunks, self._threads.submit(lambda chunks=chunks, layers=layers: self._fetch(chunks, layers))
@@ -79,6 +80,8 @@ class Transfers:
 
     def finished(self):
         """The requests whose fetches have ended, and those of them that did not get all."""
+        if self._is_idle and self._fetches:
+            wait_for_any([call for _, call in self._fetches.values()], IDLE_WAIT)
         ended = [request_id for request_id, (_, call) in self._fetches.items() if call.done()]
         failed = set()
         for request_id in ended:

@@ -3,6 +3,7 @@
     python -m kvfast llama-cpp build
     python bench/bench_ggml_attention.py
     python bench/bench_ggml_attention.py --shape 9,3,64 --tokens 8192 --types q8_0 --threads 1
+    python bench/bench_ggml_attention.py --tokens 32768 --shown 2048
     KVFAST_IK_LLAMA=ik_llama.cpp/build/ggml/src python bench/bench_ggml_attention.py --queries 512 --check
 
 A shape is query heads, KV heads and their size. Copies of the cache take turns, so that it comes from memory; a prompt's time does not
@@ -87,7 +88,10 @@ def measure(backends, shape, storage, options):
     q = rng.standard_normal((1, queries, q_heads, dim), np.float32)
     k, v = rng.standard_normal((2, 1, tokens, kv_heads, dim), np.float32)
     at = np.arange(tokens - queries, tokens - queries + -(-queries // MASK_ROWS) * MASK_ROWS)[:, None]
-    mask = np.where(np.arange(tokens) <= at, 0, -np.inf)[None, None]
+    shown = np.arange(tokens) <= at
+    if options.shown:
+        shown &= np.isin(np.arange(tokens), rng.choice(tokens, options.shown, replace=False))
+    mask = np.where(shown, 0, -np.inf)[None, None]
     copies = max(1, min(12, int(CACHE_BYTES / k.nbytes))) if queries < 64 else 1
     contenders = {}
     for name, backend in backends.items():
@@ -128,6 +132,7 @@ def main():
     parser.add_argument("--shape", type=numbers, action="append", help="default: 32,8,128 and 9,3,64")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--queries", type=int, default=1)
+    parser.add_argument("--shown", type=int, help="tokens here and there that a mask shows, as an indexer chooses them; default: all")
     parser.add_argument("--types", default="f16,q8_0,q4_0")
     parser.add_argument("--threads", type=numbers, default=(1, 2))
     parser.add_argument("--rounds", type=int, default=7)

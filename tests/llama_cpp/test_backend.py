@@ -101,6 +101,24 @@ def test_rows_that_see_nothing_are_zero(cpu, backend, queries, sinks):
     problem.free()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.6])
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "f16"), ("f32", "bf16")])
+@pytest.mark.parametrize(("heads", "kv_heads", "dims"), [(4, 2, (64, 64)), (20, 1, (96, 32)), (64, 1, (576, 512))])
+def test_few_tokens_that_a_mask_shows(cpu, backend, share, types, heads, kv_heads, dims):
+    """One query that sees tokens here and there, as an indexer chooses them: all, some or none of a split."""
+    rng = np.random.default_rng(11)
+    shown = rng.random(3000) < share
+    shown[1200:1400] = True
+    shown[2000:2600] = False
+    rows = tensors(rng, heads=heads, kv_heads=kv_heads, tokens=3000, dim=dims[0], v_dim=dims[1])
+    problem = Problem(cpu, *rows, *types, mask=np.where(shown, 0, -np.inf)[None, None, None])
+    got = check(problem, backend)
+    backend.set_num_threads(3)
+    assert np.array_equal(problem.compute(backend), got)
+    backend.set_num_threads(2)
+    problem.free()
+
+
 @pytest.mark.parametrize("queries", [1, 64])
 def test_sinks(cpu, backend, queries):
     rng = np.random.default_rng(8)

@@ -44,7 +44,8 @@ static void open_side(side *s, const struct ggml_tensor *tensor, const call *c, 
 {
     const kv_row_kernels *kernels = c->tier.rows;
     const int dim = (int)tensor->ne[0], whole = c->products ? KV_COLUMNS : KV_LANES, padded = (dim + whole - 1) / whole * whole;
-    int dtype = tensor->type == GGML_TYPE_F16 ? KV_FLOAT16 : tensor->type == GGML_TYPE_BF16 ? KV_BFLOAT16 : KV_FLOAT32;
+    int dtype = tensor->type == GGML_TYPE_F16 ? KV_FLOAT16 : tensor->type == GGML_TYPE_BF16 ? KV_BFLOAT16
+                                                                                            : KV_FLOAT32;
     if (!c->matrix && is_key) s->prepare = kernels->prepare[tensor->type];
     if (!c->matrix && is_key) s->transpose = kernels->transpose_codes[tensor->type];
     if (!c->matrix && !c->products && !is_key) s->add = kernels->add[tensor->type], s->add_rounded = kernels->add_rounded[tensor->type];
@@ -56,7 +57,9 @@ static void open_side(side *s, const struct ggml_tensor *tensor, const call *c, 
     s->row_bytes = (ptrdiff_t)ggml_row_size(tensor->type, dim);
     s->decode = stored ? NULL : kernels->decode[tensor->type];
     s->rows = (kv_side){.dtype = dtype, .family = KV_FLOAT_ROWS, .block_size = KV_TILE, .head_dim = dim, .padded_dim = padded};
+    s->packed = s->rows;
     s->rows.row_stride = stored ? (ptrdiff_t)tensor->nb[1] : (ptrdiff_t)padded * 4;
+    s->packed.row_stride = stored ? s->row_bytes : (ptrdiff_t)padded * 4;
 }
 
 /* Most tokens of a tile of one side. */
@@ -100,7 +103,9 @@ static bool reserve(call *c, int num_threads, kv_workspace *workspace)
     const size_t used = c->matrix ? sizeof(kv_wide_scratch) : parts(c->item.block_rows, KV_ROWS) * sizeof(kv_scratch);
     const size_t streams = c->q->ne[3], queries = streams * c->item.num_queries, splits = c->item.splits > 1 ? c->item.splits : 0;
     const size_t partials = queries * c->walk.num_q_heads * splits * kv_partial_floats(&c->v.rows) * sizeof(float);
-    c->scratch_bytes = parts(offsetof(scratch, narrow) + used, 4096) * 4096 + 64; /* no two threads at the same place of a page */
+    const size_t packed = c->mask && c->q->ne[1] == 1 ? (size_t)((c->k.row_bytes + c->v.row_bytes) * c->tile) : 0;
+    c->packed_at = parts(offsetof(scratch, narrow) + used, 64) * 64;
+    c->scratch_bytes = parts(c->packed_at + packed, 4096) * 4096 + 64; /* no two threads at the same place of a page */
     const size_t size = c->scratch_bytes * num_threads + partials + streams * sizeof(kv_item) + queries * sizeof(kv_query);
     if (size > workspace->size) {
         kv_release(workspace);

@@ -235,14 +235,11 @@ static int numbers_fit(void)
         enum ggml_type type;
         const char *name;
         size_t bytes; /* of 32 elements */
-    } types[] = {{GGML_TYPE_F32, "f32", 128}, {GGML_TYPE_F16, "f16", 64}, {GGML_TYPE_BF16, "bf16", 64},
-                 {GGML_TYPE_Q8_0, "q8_0", 34}, {GGML_TYPE_Q4_0, "q4_0", 18}, {GGML_TYPE_Q4_1, "q4_1", 20},
-                 {GGML_TYPE_Q5_0, "q5_0", 22}, {GGML_TYPE_Q5_1, "q5_1", 24}, {GGML_TYPE_IQ4_NL, "iq4_nl", 18}};
+    } types[] = {{GGML_TYPE_F32, "f32", 128}, {GGML_TYPE_F16, "f16", 64}, {GGML_TYPE_BF16, "bf16", 64}, {GGML_TYPE_Q8_0, "q8_0", 34}, {GGML_TYPE_Q4_0, "q4_0", 18}, {GGML_TYPE_Q4_1, "q4_1", 20}, {GGML_TYPE_Q5_0, "q5_0", 22}, {GGML_TYPE_Q5_1, "q5_1", 24}, {GGML_TYPE_IQ4_NL, "iq4_nl", 18}};
     static const struct {
         enum ggml_op op;
         const char *name;
-    } ops[] = {{GGML_OP_NONE, "NONE"}, {GGML_OP_RESHAPE, "RESHAPE"}, {GGML_OP_VIEW, "VIEW"}, {GGML_OP_PERMUTE, "PERMUTE"},
-               {GGML_OP_TRANSPOSE, "TRANSPOSE"}, {GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT"}};
+    } ops[] = {{GGML_OP_NONE, "NONE"}, {GGML_OP_RESHAPE, "RESHAPE"}, {GGML_OP_VIEW, "VIEW"}, {GGML_OP_PERMUTE, "PERMUTE"}, {GGML_OP_TRANSPOSE, "TRANSPOSE"}, {GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT"}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
         if (strcmp(ggml_type_name(types[i].type), types[i].name) || ggml_row_size(types[i].type, 32) != types[i].bytes) return 0;
     for (size_t i = 0; i < sizeof ops / sizeof *ops; i++)

@@ -14,7 +14,7 @@ enum { MAX_BLOCKS = KV_MATRIX_PANELS }; /* blocks of KV_ROWS query rows of a tas
 /* One side of the cache: keys or values. */
 typedef struct {
     const struct ggml_tensor *tensor;
-    kv_side rows;         /* as the kernels read them */
+    kv_side rows, packed; /* as the kernels read them: where they lie, or one after the other */
     ptrdiff_t row_bytes;  /* of one head of a token */
     kv_decode_row decode; /* into float rows; NULL: the kernels read the stored rows */
     /* Kernels of ggml's blocks, or NULL. */
@@ -34,11 +34,21 @@ typedef struct {
     int tile;              /* tokens of a pass */
     bool matrix, products; /* by the matrix unit or as words; as products with strips of floats */
     char *scratch;         /* of all threads */
-    size_t scratch_bytes;
+    size_t scratch_bytes, packed_at; /* the latter in the scratch of a thread: room for the packed rows of a tile, keys first */
 } call;
+
+/* The rows of a tile on one side. */
+typedef struct {
+    const kv_side *side;
+    const char *at;
+    ptrdiff_t stride;
+    int64_t left;   /* tokens after them */
+    kv_lines ahead; /* what kernels fetch meanwhile */
+} tile_rows;
 
 /* What one thread works in. */
 typedef struct {
+    int32_t tokens[KV_TILE]; /* of packed rows */
     int from[MAX_BLOCKS * KV_ROWS], to[MAX_BLOCKS * KV_ROWS];
     int seen[MAX_BLOCKS];    /* where the last token of the tile that a row of the block sees ends; 0: it sees none */
     char biased[MAX_BLOCKS]; /* blocks with a row that has a bias */
@@ -64,6 +74,12 @@ static inline int64_t stream_of(const kv_task *t) { return t->item - t->call->it
 
 /* masks.c: finds what the rows see of a tile; returns whether any sees any of it. */
 bool kv_find_seen(const kv_task *t, int64_t token, int count);
+/* The mask of all rows of a task, if it is the same, and shows less than half of the tokens from `begin` to `stop`; else NULL. */
+const uint16_t *kv_sparse_mask(const kv_task *t, int64_t begin, int64_t stop);
+/* The next tokens that such a mask shows, at most `most`; *token goes on to the one after them. */
+int kv_next_seen(const uint16_t *mask, int64_t *token, int64_t stop, int most, int32_t *tokens);
+/* Lets all rows see all of a tile. */
+void kv_see_all(const kv_task *t, int count);
 
 /* tiles.c */
 extern const kv_source kv_ggml_rows;

@@ -4,6 +4,9 @@
 #include <math.h>
 #include <string.h>
 
+enum { HIDDEN = 0xFC00,
+       MAGNITUDE = 0x7FFF }; /* minus infinity in float16 */
+
 /* ggml's slope of a query head for ALiBi. */
 static float slope_of(const call *c, int64_t head)
 {
@@ -17,7 +20,6 @@ static float slope_of(const call *c, int64_t head)
    bias. */
 static bool range_of(const uint16_t *mask, int count, int *from, int *to)
 {
-    enum { HIDDEN = 0xFC00, MAGNITUDE = 0x7FFF };
     int first = 0, last = count;
     uint16_t others = 0;
     while (first < last && mask[first] == HIDDEN) first++;
@@ -28,6 +30,46 @@ static bool range_of(const uint16_t *mask, int count, int *from, int *to)
     return (others & MAGNITUDE) != 0;
 }
 
+static const char *masks_of(const kv_task *t)
+{
+    const struct ggml_tensor *mask = ((const call *)t->call->given)->mask;
+    return (const char *)mask->data + stream_of(t) % mask->ne[3] * mask->nb[3];
+}
+
+const uint16_t *kv_sparse_mask(const kv_task *t, int64_t begin, int64_t stop)
+{
+    const call *c = t->call->given;
+    if (!c->mask || c->q->ne[1] > 1 || c->mask->ne[2] > 1) return NULL;
+    const uint16_t *mask = (const uint16_t *)masks_of(t);
+    int64_t seen = 0;
+    uint16_t bent = 0;
+    for (int64_t i = begin; i < stop; i++) {
+        const uint16_t shown = mask[i] != HIDDEN;
+        seen += shown;
+        bent |= (uint16_t)-shown & mask[i];
+    }
+    return 2 * seen < stop - begin && !(bent & MAGNITUDE) ? mask : NULL;
+}
+
+int kv_next_seen(const uint16_t *mask, int64_t *token, int64_t stop, int most, int32_t *tokens)
+{
+    int count = 0;
+    int64_t at = *token;
+    for (; at < stop && count < most; at++) {
+        tokens[count] = (int32_t)at;
+        count += mask[at] != HIDDEN;
+    }
+    *token = at;
+    return count;
+}
+
+void kv_see_all(const kv_task *t, int count)
+{
+    scratch *own = t->own;
+    memset(own->biased, 0, sizeof own->biased);
+    for (int r = 0; r < t->rows; r++) own->from[r] = 0, own->to[r] = own->seen[r / KV_ROWS] = count;
+}
+
 bool kv_find_seen(const kv_task *t, int64_t token, int count)
 {
     const call *c = t->call->given;
@@ -36,9 +78,11 @@ bool kv_find_seen(const kv_task *t, int64_t token, int count)
     scratch *own = t->own;
     memset(own->seen, 0, sizeof own->seen);
     memset(own->biased, 0, sizeof own->biased);
-    for (int r = 0; !mask && r < t->rows; r++) own->from[r] = 0, own->to[r] = own->seen[r / KV_ROWS] = count;
-    if (!mask) return true;
-    const char *masks = (const char *)mask->data + stream_of(t) % mask->ne[3] * mask->nb[3] + token * 2, *last = NULL;
+    if (!mask) {
+        kv_see_all(t, count);
+        return true;
+    }
+    const char *masks = masks_of(t) + token * 2, *last = NULL;
     bool any = false, bent = false;
     int64_t query = t->first_row / group, member = t->first_row % group; /* counted, as dividing takes longer than the mask */
     for (int r = 0; r < t->rows; r++, member++) {

@@ -27,14 +27,36 @@ static kv_lines lines_ahead(const side *s, const kv_task *t, int64_t token, int 
     return from < to ? (kv_lines){rows + from, to - from} : (kv_lines){(const char *)t->own, 0};
 }
 
-/* A tile as the kernels read it: stored rows as they are, or decoded ones. */
-static kv_tile open_tile(const side *s, const kv_task *t, int64_t token, int count, float *decoded)
+/* The rows of a tile where they lie. */
+static tile_rows rows_at(const side *s, const kv_task *t, int64_t token, int count)
 {
-    const char *rows = stored_rows(s, t, token);
-    const kv_tile tile = {.base = s->decode ? (const char *)decoded : rows, .count = count};
-    const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim, stride = (ptrdiff_t)s->tensor->nb[1];
-    for (int i = 0; s->decode && i < count; i++, rows += stride, decoded += padded) {
-        s->decode(rows, n, decoded);
+    const call *c = t->call->given;
+    return (tile_rows){.side = &s->rows, .at = stored_rows(s, t, token), .stride = (ptrdiff_t)s->tensor->nb[1], .left = c->tokens - token - count, .ahead = lines_ahead(s, t, token, count)};
+}
+
+/* The rows of the tokens that own->tokens names, one after the other. */
+static tile_rows packed_rows(const side *s, const kv_task *t, int count, char *packed)
+{
+    enum { AHEAD = 8 }; /* rows: they lie anywhere */
+    const scratch *own = t->own;
+    const char *rows = stored_rows(s, t, 0);
+    const ptrdiff_t stride = (ptrdiff_t)s->tensor->nb[1], bytes = s->row_bytes;
+    for (int i = 0; i < count; i++) {
+        const char *next = rows + own->tokens[i + AHEAD < count ? i + AHEAD : i] * stride;
+        for (ptrdiff_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at);
+        memcpy(packed + i * bytes, rows + own->tokens[i] * stride, (size_t)bytes);
+    }
+    return (tile_rows){.side = &s->packed, .at = packed, .stride = bytes, .ahead = {packed, 0}};
+}
+
+/* A tile as the kernels read it: stored rows as they are, or decoded ones. */
+static kv_tile open_tile(const side *s, const tile_rows *rows, int count, float *decoded)
+{
+    const char *at = rows->at;
+    const kv_tile tile = {.base = s->decode ? (const char *)decoded : at, .count = count};
+    const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim;
+    for (int i = 0; s->decode && i < count; i++, at += rows->stride, decoded += padded) {
+        s->decode(at, n, decoded);
         if (n < padded) memset(decoded + n, 0, (size_t)(padded - n) * sizeof *decoded);
     }
     return tile;
@@ -70,9 +92,8 @@ static kv_score_options options_of(const kv_task *t, int block)
     return options;
 }
 
-static void attend_with_matrix(const kv_task *t, const kv_tile *keys, const kv_tile *values)
+static void attend_with_matrix(const kv_task *t, const tile_rows *k, const tile_rows *v, const kv_tile *keys, const kv_tile *values)
 {
-    const call *c = t->call->given;
     scratch *own = t->own;
     const int blocks = kv_num_blocks(t);
     t->wide->operands.room = &own->room;
@@ -82,46 +103,44 @@ static void attend_with_matrix(const kv_task *t, const kv_tile *keys, const kv_t
         memcpy(panel->stop, own->to + b * KV_ROWS, sizeof panel->stop);
         panel->options = options_of(t, b);
     }
-    t->call->kernels->attend_panels[KV_HALVES](&c->k.rows, &c->v.rows, keys, values, keys, values, 0, &t->wide->operands,
-                                               t->wide->panels, blocks);
+    t->call->kernels->attend_panels[KV_HALVES](k->side, v->side, keys, values, keys, values, 0, &t->wide->operands, t->wide->panels,
+                                               blocks);
 }
 
-/* Fetches, of the tile after one of `count` tokens, what is where `rows` are in that one. */
-static void fetch_tile_after(const side *s, const kv_task *t, const char *rows, int64_t token, int count, int some)
+/* Fetches, of the tile after one of `count` tokens, what is where token i of it is, and the tokens after that. */
+static void fetch_tile_after(const side *s, const tile_rows *rows, int count, int i, int some)
 {
-    const call *c = t->call->given;
-    const ptrdiff_t stride = (ptrdiff_t)s->tensor->nb[1];
-    const int64_t left = smaller(some, c->tokens - token - count);
-    rows += count * stride;
-    for (int64_t i = 0; i < left; i++, rows += stride) {
-        for (ptrdiff_t at = 0; at < s->row_bytes; at += 64) __builtin_prefetch(rows + at, 0, 2);
-        __builtin_prefetch(rows + s->row_bytes - 1, 0, 2);
+    const char *at = rows->at + (count + i) * rows->stride;
+    const int64_t left = smaller(some, rows->left - i);
+    for (int64_t j = 0; j < left; j++, at += rows->stride) {
+        for (ptrdiff_t byte = 0; byte < s->row_bytes; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+        __builtin_prefetch(at + s->row_bytes - 1, 0, 2);
     }
 }
 
 /* The keys of a tile as strips of KV_COLUMNS tokens, of codes or floats. */
-static void open_key_strips(const kv_task *t, int64_t token, int count)
+static void open_key_strips(const kv_task *t, const tile_rows *keys, int count)
 {
     const call *c = t->call->given;
     const side *s = &c->k;
-    const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim, stride = (ptrdiff_t)s->tensor->nb[1];
-    const char *stored = stored_rows(s, t, token);
-    kv_lines ahead = c->products ? (kv_lines){stored, 0} : lines_ahead(s, t, token, count);
+    const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim;
+    const char *stored = keys->at;
+    kv_lines ahead = c->products ? (kv_lines){stored, 0} : keys->ahead;
     ahead.bytes /= parts(count, KV_LANES);
     scratch *own = t->own;
     float *rows = own->rows;
     for (int i = 0; i < count; i += KV_LANES) {
         const int some = (int)smaller(count - i, KV_LANES);
         const ptrdiff_t strip = i / KV_COLUMNS * padded * KV_COLUMNS, column = i % KV_COLUMNS;
-        if (c->products) fetch_tile_after(s, t, stored, token + i, count, some);
+        if (c->products) fetch_tile_after(s, keys, count, i, some);
         if (s->transpose) {
             char *codes = (char *)own->keys + strip + column * 4;
-            s->transpose(stored, stride, (int)n, some, ahead, codes, own->scales + strip / 32 + column);
-            stored += some * stride, ahead.at += ahead.bytes;
+            s->transpose(stored, keys->stride, (int)n, some, ahead, codes, own->scales + strip / 32 + column);
+            stored += some * keys->stride, ahead.at += ahead.bytes;
             continue;
         }
         memset(rows, 0, (size_t)(KV_LANES * padded) * sizeof *rows);
-        for (int j = 0; j < some; j++, stored += stride) s->decode(stored, n, rows + j * padded);
+        for (int j = 0; j < some; j++, stored += keys->stride) s->decode(stored, n, rows + j * padded);
         c->tier.rows->transpose_rows(rows, padded, (int)padded, own->keys + strip + column);
     }
 }
@@ -135,7 +154,7 @@ static void score_strip(const kv_task *t, int block, int i)
     const int rows = kv_rows_of(t, block), depth = c->k.rows.padded_dim;
     float *scores = to->softmax.weights + i;
     if (c->k.transpose) c->tier.rows->multiply_codes(own->queries + block, rows, depth, (const char *)own->keys + i * depth,
-                                                own->scales + i * depth / 32, scores);
+                                                     own->scales + i * depth / 32, scores);
     else c->tier.rows->multiply(to->queries.values, depth, rows, own->keys + i * depth, depth, NULL, scores, KV_TILE);
 }
 
@@ -148,42 +167,40 @@ static kv_ahead as_ahead(kv_lines lines)
     return (kv_ahead){.next = all, .after = none};
 }
 
-static void attend_with_vectors(const kv_task *t, int64_t token, const kv_tile *keys, const kv_tile *values)
+static void attend_with_vectors(const kv_task *t, const tile_rows *k, const tile_rows *v, const kv_tile *keys, const kv_tile *values)
 {
     const call *c = t->call->given;
     const kv_kernels *kernels = t->call->kernels;
     const scratch *own = t->own;
-    if (c->k.transpose) open_key_strips(t, token, keys->count);
+    const kv_lines none = {keys->base, 0};
+    if (c->k.transpose) open_key_strips(t, k, keys->count);
     for (int b = 0; b < kv_num_blocks(t); b++) {
         if (!own->seen[b]) continue;
         kv_scratch *block = t->narrow + b;
         const int rows = kv_rows_of(t, b);
         const kv_score_options options = options_of(t, b);
-        const int fetched = b == 0 ? keys->count : 0; /* tokens for which this block fetches: the first does for all */
-        const kv_lines next_keys = lines_ahead(&c->k, t, token, fetched), next_values = lines_ahead(&c->v, t, token, fetched);
+        const kv_lines next_keys = b ? none : k->ahead, next_values = b ? none : v->ahead; /* the first fetches for all */
         const kv_ahead keys_ahead = as_ahead(next_keys), values_ahead = as_ahead(next_values);
         for (int i = 0; c->k.transpose && i < keys->count; i += KV_COLUMNS) score_strip(t, b, i);
-        if (!c->k.transpose)
-            kernels->scores[c->k.rows.dtype](&c->k.rows, &block->queries, rows, keys, &keys_ahead, block->softmax.weights);
+        if (!c->k.transpose) kernels->scores[c->k.rows.dtype](k->side, &block->queries, rows, keys, &keys_ahead, block->softmax.weights);
         kernels->softmax(&block->softmax, rows, keys->count, own->from + b * KV_ROWS, own->to + b * KV_ROWS, 0, &options);
         const kv_add_rows add = block->softmax.refined ? c->v.add : c->v.add_rounded;
-        if (add) add(&block->softmax, rows, values->base, c->v.rows.row_stride, c->v.rows.head_dim, values->count, next_values,
-                     block->acc);
-        else kernels->accumulate[c->v.rows.dtype](&c->v.rows, &block->softmax, rows, values, &values_ahead, block->acc);
+        if (add) add(&block->softmax, rows, values->base, v->stride, c->v.rows.head_dim, values->count, next_values, block->acc);
+        else kernels->accumulate[c->v.rows.dtype](v->side, &block->softmax, rows, values, &values_ahead, block->acc);
     }
 }
 
 /* The values of a tile as strips of KV_COLUMNS elements. */
-static void open_value_strips(const kv_task *t, int64_t token, int count)
+static void open_value_strips(const kv_task *t, const tile_rows *values, int count)
 {
     const call *c = t->call->given;
     const side *s = &c->v;
     scratch *own = t->own;
-    const ptrdiff_t n = s->rows.head_dim, stride = (ptrdiff_t)s->tensor->nb[1];
+    const ptrdiff_t n = s->rows.head_dim;
     const ptrdiff_t piece_bytes = (ptrdiff_t)ggml_row_size(s->tensor->type, KV_COLUMNS);
-    const char *stored = stored_rows(s, t, token);
-    for (int i = 0; i < count; i++, stored += stride) {
-        fetch_tile_after(s, t, stored, token + i, count, 1);
+    const char *stored = values->at;
+    for (int i = 0; i < count; i++, stored += values->stride) {
+        fetch_tile_after(s, values, count, i, 1);
         float *to = own->values + i * KV_COLUMNS;
         const char *piece = stored;
         for (ptrdiff_t at = 0; at < n; at += KV_COLUMNS, piece += piece_bytes, to += KV_TILE * KV_COLUMNS) {
@@ -207,7 +224,7 @@ static void attend_with_products(const kv_task *t, int count)
         if (!own->seen[b]) continue;
         const kv_score_options options = options_of(t, b);
         t->call->kernels->softmax(&t->narrow[b].softmax, kv_rows_of(t, b), own->seen[b], own->from + b * KV_ROWS,
-                                   own->to + b * KV_ROWS, 0, &options);
+                                  own->to + b * KV_ROWS, 0, &options);
     }
     for (int i = 0; i < padded; i += KV_COLUMNS)
         for (int b = 0; b < blocks; b++) {
@@ -218,26 +235,46 @@ static void attend_with_products(const kv_task *t, int count)
         }
 }
 
-/* Reads a split. */
+/* Adds a tile to the state of the rows. */
+static void attend_tile(const kv_task *t, const tile_rows *k, const tile_rows *v, int count)
+{
+    const call *c = t->call->given;
+    scratch *own = t->own;
+    if (c->products) {
+        open_key_strips(t, k, count);
+        open_value_strips(t, v, count);
+        attend_with_products(t, count);
+        return;
+    }
+    const kv_tile keys = open_tile(&c->k, k, count, own->keys), values = open_tile(&c->v, v, count, own->values);
+    if (t->wide) attend_with_matrix(t, k, v, &keys, &values);
+    else attend_with_vectors(t, k, v, &keys, &values);
+}
+
+/* Reads a split: what its mask shows, packed if that is little, as where an indexer has chosen tokens. */
 static void read(kv_task *t)
 {
     const call *c = t->call->given;
     const int64_t begin = t->split * t->item->split_tokens, stop = smaller(c->tokens, begin + t->item->split_tokens);
     scratch *own = t->own;
+    char *packed = (char *)own + c->packed_at;
     prepare_rows(t);
-    for (int64_t token = begin; token < stop; token += c->tile) {
-        const int count = (int)smaller(c->tile, stop - token);
-        if (!kv_find_seen(t, token, count)) continue;
-        if (c->products) {
-            open_key_strips(t, token, count);
-            open_value_strips(t, token, count);
-            attend_with_products(t, count);
+    const uint16_t *mask = kv_sparse_mask(t, begin, stop);
+    for (int64_t token = begin; token < stop;) {
+        if (mask) {
+            const int count = kv_next_seen(mask, &token, stop, c->tile, own->tokens);
+            if (!count) return;
+            const tile_rows k = packed_rows(&c->k, t, count, packed), v = packed_rows(&c->v, t, count, packed + c->tile * c->k.row_bytes);
+            kv_see_all(t, count);
+            attend_tile(t, &k, &v, count);
             continue;
         }
-        const kv_tile keys = open_tile(&c->k, t, token, count, own->keys);
-        const kv_tile values = open_tile(&c->v, t, token, count, own->values);
-        if (t->wide) attend_with_matrix(t, &keys, &values);
-        else attend_with_vectors(t, token, &keys, &values);
+        const int count = (int)smaller(c->tile, stop - token);
+        if (kv_find_seen(t, token, count)) {
+            const tile_rows k = rows_at(&c->k, t, token, count), v = rows_at(&c->v, t, token, count);
+            attend_tile(t, &k, &v, count);
+        }
+        token += count;
     }
 }
 

@@ -35,7 +35,8 @@ cdef void close_batches(kvfast_pool *pool) noexcept with gil
 cdef int new_sequence(kvfast_pool *pool, kvfast_cache **sequence) noexcept nogil
 cdef int free_sequence(kvfast_cache *sequence) noexcept nogil
 cdef Py_ssize_t num_free_blocks(kvfast_pool *pool) noexcept nogil
-cdef int append_batch(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil
+cdef int append_batch(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *k,
+                      const kvfast_rows *v) noexcept nogil
 cdef int attend_batch(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
                       const kvfast_rows *out) noexcept nogil
 cdef const char *pool_error(kvfast_pool *pool) noexcept nogil

@@ -168,7 +168,7 @@ cdef int new_sequence(kvfast_pool *pool, kvfast_cache **sequence) noexcept nogil
 
 
 cdef int free_sequence(kvfast_cache *sequence) noexcept nogil:
-    return KVFAST_INVALID if sequence == NULL else (<CacheHandle>sequence).free()
+    return KVFAST_INVALID if sequence == NULL else (<CacheHandle>sequence).free_sequence()
 
 
 cdef Py_ssize_t num_free_blocks(kvfast_pool *pool) noexcept nogil:

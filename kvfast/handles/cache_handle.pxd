@@ -32,7 +32,7 @@ cdef class CacheHandle(Handle):
     cdef int truncate(self, Py_ssize_t n) noexcept with gil
     cdef int keep_branch(self, Py_ssize_t n, const Py_ssize_t *keep, Py_ssize_t num_kept) noexcept with gil
     cdef int fork(self, kvfast_cache **other) noexcept with gil
-    cdef int free(self) noexcept with gil
+    cdef int free_sequence(self) noexcept with gil
     cdef int snapshot(self, kvfast_snapshot **snapshot) noexcept with gil
     cdef int restore(self, kvfast_snapshot *snapshot) noexcept with gil
     cdef int save(self, const char *path) noexcept with gil

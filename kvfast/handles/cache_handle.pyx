@@ -14,7 +14,6 @@ from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.handles.arguments cimport convert, integers, request_of
 from kvfast.handles.handle cimport Handle, copy_lse
 from kvfast.handles.header cimport KVFAST_OK, kvfast_cache, kvfast_options, kvfast_rows, kvfast_snapshot
-from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.caches.snapshot import Snapshot
@@ -190,11 +189,11 @@ cdef class CacheHandle(Handle):
         except BaseException as error:
             return self.failed(error)
 
-    cdef int free(self) noexcept with gil:
+    cdef int free_sequence(self) noexcept with gil:
         try:
             if not self.is_paged:
-                raise ValueError(f"free_sequence needs a sequence of a pool, got a {type(self.cache).__name__}: call truncate(cache, 0) to "
-                                 f"drop its tokens, or close(cache)")
+                raise ValueError(f"free_sequence needs a sequence of a pool, got a {type(self.cache).__name__}: call "
+                                 f"truncate(cache, 0) to drop its tokens, or close(cache)")
             self.cache.free()
             return KVFAST_OK
         except BaseException as error:

@@ -12,13 +12,11 @@ from kvfast.codec.blocks cimport kv_layout
 from kvfast.codec.encode cimport WRITTEN, check_rows, check_storable, encode_rows, work_of
 from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.checks cimport check_layer
-from kvfast.core.limits cimport KV_ROWS
 from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.handles.arguments cimport convert, divided, integers, request_of
 from kvfast.handles.cache_handle cimport CacheHandle, pointer_to
 from kvfast.handles.handle cimport Handle, copy_lse
 from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
-from kvfast.storage.batches.batch cimport PagedBatches
 from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, share_nothing
 from kvfast.storage.tables.block_table cimport BlockTable
 
@@ -96,13 +94,14 @@ cdef class PoolHandle(Handle):
             if handle.storage.closed:
                 raise ValueError(f"sequences[{i}] must be a sequence that is in use, got one that has been freed")
             if distinct and places.setdefault(handle.storage, i) != i:
-                raise ValueError(f"sequences[{i}] must be another than sequences[{places[handle.storage]}]: a call appends to a sequence "
-                                 f"once, all of its tokens one after the other")
+                raise ValueError(f"sequences[{i}] must be another than sequences[{places[handle.storage]}]: a call appends to a "
+                                 f"sequence once, all of its tokens one after the other")
             handles.append(handle)
         starts = [_start(batch, i) for i in range(batch.num_sequences + 1)]
         if starts[0] != 0 or starts[-1] != num_tokens or starts != sorted(starts):
-            raise DimensionMismatchError(f"starts must rise from 0 to the {num_tokens} tokens of {rows} in {len(starts)} entries, got "
-                                         f"{'NULL, which is for one token of each sequence' if batch.starts == NULL else shown(starts)}")
+            got = "NULL, which is for one token of each sequence" if batch.starts == NULL else shown(starts)
+            raise DimensionMismatchError(f"starts must rise from 0 to the {num_tokens} tokens of {rows} in {len(starts)} entries, "
+                                         f"got {got}")
         return handles
 
     cdef int append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
@@ -214,8 +213,10 @@ cdef class PoolHandle(Handle):
             check_layer(layer, self.pool.num_layers)
             queries, _ = self.open_rows(q, "q")
             handles = self.checked(batch, queries.rows.tokens, "q", False)
-            spans = divided(integers(options.spans, options.num_spans, 2, "spans"), batch.span_counts, len(handles), "spans")
-            parents = divided(integers(options.parents, options.num_parents, 1, "parents"), batch.parent_counts, len(handles), "parents")
+            spans = integers(options.spans, options.num_spans, 2, "spans")
+            spans = divided(spans, batch.span_counts, len(handles), "spans")
+            parents = integers(options.parents, options.num_parents, 1, "parents")
+            parents = divided(parents, batch.parent_counts, len(handles), "parents")
             queries, rope, settings = self.open_call(q, options, out, spans, parents)
             starts = [_start(batch, i) for i in range(batch.num_sequences + 1)]
             result = self.batches.attend_batch(layer, queries, [(<CacheHandle>one).storage for one in handles], None, None, starts,

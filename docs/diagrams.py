@@ -23,6 +23,7 @@ WORDS = {
     "compression": "low rank, product quantisation, hybrid",
     "interop": "ggml, llama.cpp, GGUF",
     "prompts": "PromptCache, stores",
+    "handles": "what C holds: a cache, a pool, rows and options",
     "capi": "kvfast.h for C and Cython",
     "planning": "plan, fidelity",
     "__init__": "import kvfast",

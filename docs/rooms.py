@@ -23,6 +23,7 @@ FLOORS = (
     ("storage",),  # which builds these from settings
     ("files",),
     ("caches",),
+    ("handles",),
     ("capi", "compression", "interop", "prompts"),
     ("planning",),
     ("__init__",),  # the public names, which is what those above use

@@ -2,68 +2,12 @@
 
 They need none of kvfast's own classes, so a module may run with another version of kvfast than it was compiled with.
 `kvfast.core.kernels`, which has the kernels, does not promise this. Cython does not initialise the fields of a struct: set
-all of a kvfast_options to 0 first.
+all of a kvfast_options or a kvfast_batch to 0 first.
 """
 
 from cpython.ref cimport PyObject
 
-
-cdef extern from "kvfast.h" nogil:
-    int KVFAST_ABI, KVFAST_API
-    enum:
-        KVFAST_OK
-        KVFAST_INVALID
-        KVFAST_SHAPE
-        KVFAST_NOT_FINITE
-        KVFAST_FULL
-        KVFAST_BUSY
-        KVFAST_NO_MEMORY
-        KVFAST_NO_LAYER
-        KVFAST_ERROR
-    enum:
-        KVFAST_FLOAT32
-        KVFAST_FLOAT16
-        KVFAST_BFLOAT16
-
-    ctypedef struct kvfast_cache:
-        pass
-
-    ctypedef struct kvfast_rows:
-        void *data
-        Py_ssize_t num_tokens
-        Py_ssize_t num_heads
-        Py_ssize_t dim
-        Py_ssize_t token_stride
-        Py_ssize_t head_stride
-        int dtype
-
-    ctypedef struct kvfast_options:
-        float scale
-        float softcap
-        Py_ssize_t sliding_window
-        Py_ssize_t num_sink_tokens
-        const float *sinks
-        const float *alibi_slopes
-        float *lse
-        int not_causal
-        int num_splits
-        int num_threads
-        Py_ssize_t attention_chunk_size
-        const Py_ssize_t *spans
-        Py_ssize_t num_spans
-        int clamp_spans
-        const Py_ssize_t *parents
-        Py_ssize_t num_parents
-
-    ctypedef struct kvfast_shape:
-        int num_layers, num_kv_heads, head_dim
-        int v_head_dim
-        int block_size
-        Py_ssize_t num_blocks
-        const char *dtype
-
-    int KVFAST_ALIGNMENT
-
+from kvfast.handles.header cimport *  # its types and numbers, as names of this module
 
 cdef kvfast_cache *open(object cache) except NULL
 cdef void close(kvfast_cache *cache) noexcept with gil
@@ -77,3 +21,22 @@ cdef Py_ssize_t layer_length(kvfast_cache *cache, int layer) noexcept nogil
 cdef const char *error(kvfast_cache *cache) noexcept nogil
 cdef Py_ssize_t block_nbytes(const kvfast_shape *shape) except -1
 cdef object open_pool(const kvfast_shape *shape, void *const *layers, Py_ssize_t block_stride, PyObject *owner)
+
+cdef int keep_branch(kvfast_cache *cache, Py_ssize_t n, const Py_ssize_t *keep, Py_ssize_t num_kept) noexcept nogil
+cdef int fork(kvfast_cache *cache, kvfast_cache **other) noexcept nogil
+cdef int snapshot(kvfast_cache *cache, kvfast_snapshot **taken) noexcept nogil
+cdef int restore(kvfast_cache *cache, kvfast_snapshot *taken) noexcept nogil
+cdef void close_snapshot(kvfast_snapshot *taken) noexcept with gil
+cdef int save(kvfast_cache *cache, const char *path) noexcept nogil
+cdef int load(kvfast_cache *cache, const char *path) noexcept nogil
+
+cdef kvfast_pool *open_batches(object pool) except NULL
+cdef void close_batches(kvfast_pool *pool) noexcept with gil
+cdef int new_sequence(kvfast_pool *pool, kvfast_cache **sequence) noexcept nogil
+cdef int free_sequence(kvfast_cache *sequence) noexcept nogil
+cdef Py_ssize_t num_free_blocks(kvfast_pool *pool) noexcept nogil
+cdef int append_batch(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *k,
+                      const kvfast_rows *v) noexcept nogil
+cdef int attend_batch(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
+                      const kvfast_rows *out) noexcept nogil
+cdef const char *pool_error(kvfast_pool *pool) noexcept nogil

@@ -8,16 +8,32 @@
        if (kvfast->append(cache, layer, &k, &v) || kvfast->attend(cache, layer, &q, NULL, &out))
            fprintf(stderr, "%s\n", kvfast->error(cache));
 
+   Many sequences share a pool, whose batches append to and attend to all of them at once:
+
+       kvfast_pool *pool = kvfast->open_batches(python_pool);    // of a PagedKVCache or PagedMLAKVCache; see open_pool
+       kvfast_cache *sequences[2];
+       if (kvfast->new_sequence(pool, &sequences[0]) || kvfast->new_sequence(pool, &sequences[1])) ...
+       kvfast_batch batch = {.sequences = sequences, .num_sequences = 2, .starts = (ptrdiff_t[]){0, 5, 6}};
+       if (kvfast->append_batch(pool, layer, &batch, &k, &v) || kvfast->attend_batch(pool, layer, &batch, &q, NULL, &out))
+           fprintf(stderr, "%s\n", kvfast->pool_error(pool));
+
    Compile with the folder of `kvfast.get_include()` on the include path. There is nothing to link.
 
-   All functions but open can be called from any thread, with the GIL or without it. On a free-threaded Python, read "attached
-   thread state" for "GIL". The functions of a decode step take the GIL only to allocate or release memory, or when a block is
-   full: about once in 16 tokens. Append to a sequence of a PagedKVCache and calls that fail take it, too. Long calls do not
-   hold the GIL, but if the caller holds it, it stays held.
+   Threads and the GIL. The functions that say so need the GIL. All others can be called from any thread, also from one that Python
+   knows nothing of, with the GIL or without it. On a free-threaded Python, read "attached thread state" for "GIL".
+   length, layer_length, error, pool_error and kernels never take the GIL. append, attend, append_batch, attend_batch, and advance of
+   other caches than sequences take it only to allocate or release memory, when a block is full (about once in 16 tokens), for more
+   than 64 tokens (of a batch 512), for more than 512 sequences, for spans, drafts, spliced caches and prefixes that a batch reads
+   once, and to tell an error. All others take it. Long calls do not hold the GIL, but if the caller holds it, it stays held.
    Several threads may read a cache (attend) at once; a thread that changes it must be alone. Otherwise a call returns
-   KVFAST_BUSY. Threads that use the cache from Python count, too.
+   KVFAST_BUSY. Threads that use the cache from Python count, too. A pool and all of its sequences count as one cache, as do a
+   cache and its forks. A handle holds the text of its last error: threads that read one cache at once open one each.
 
-   Results are the same bits as from Python. A call that fails leaves the cache as it was. */
+   Whoever gets a kvfast_cache, kvfast_pool or kvfast_snapshot owns it, and closes it once, after the last call with it. A sequence
+   keeps its pool, so their order does not matter. The arrays of a call are read or written only until it returns.
+
+   Results are the same bits as from Python. A call that fails leaves the cache or the pool as it was, and what it would have made
+   is NULL. */
 #ifndef KVFAST_H
 #define KVFAST_H
 
@@ -25,7 +41,7 @@
 #include <stddef.h>
 
 #define KVFAST_ABI 2 /* version of the structs; tables with the same number have their functions in the same places */
-#define KVFAST_API 1 /* version of the functions; a table with a higher number has more of them, after the others */
+#define KVFAST_API 2 /* version of the functions; a table with a higher number has more of them, after the others */
 
 enum {
     KVFAST_OK = 0,
@@ -41,8 +57,12 @@ enum {
 
 enum { KVFAST_FLOAT32, KVFAST_FLOAT16, KVFAST_BFLOAT16 };
 
-/* An open cache. It keeps the Python object alive. */
+/* An open cache, or a sequence of a pool. It keeps the Python object alive. */
 typedef struct kvfast_cache kvfast_cache;
+/* A pool of blocks. It keeps the Python object alive. */
+typedef struct kvfast_pool kvfast_pool;
+/* The tokens of a cache at one point in time, which never change. */
+typedef struct kvfast_snapshot kvfast_snapshot;
 
 /* An array (num_tokens, num_heads, dim) whose rows of dim elements are contiguous and aligned to their elements. */
 typedef struct {
@@ -74,6 +94,16 @@ typedef struct {
     const ptrdiff_t *parents;  /* (num_parents,) of the drafts, which are the last tokens, or NULL */
     ptrdiff_t num_parents;
 } kvfast_options;
+
+/* Some sequences of a pool. All but the first two 0: one token of each. */
+typedef struct {
+    kvfast_cache *const *sequences;
+    ptrdiff_t num_sequences;
+    const ptrdiff_t *starts;        /* (num_sequences + 1,): sequence i has rows starts[i] to starts[i + 1]; NULL: 0, 1, 2, ... */
+    const ptrdiff_t *span_counts;   /* (num_sequences,): how many of the options' spans each has, in this order; NULL: no spans */
+    const ptrdiff_t *parent_counts; /* (num_sequences,): likewise of the options' parents, which count from 0 in each sequence */
+    int no_cascade; /* read blocks that sequences share for each of them, for the bits of attend of each alone */
+} kvfast_batch;
 
 /* What the blocks of a PagedKVCache are like. */
 typedef struct {
@@ -114,9 +144,40 @@ typedef struct {
     /* Bytes of one block of one layer, as those of `buffer_layout`; -1 with a Python exception. Needs the GIL. */
     ptrdiff_t (*block_nbytes)(const kvfast_shape *shape);
     /* A new PagedKVCache whose blocks lie in memory of the caller: those of layer i from layers[i] on, block_stride bytes apart (0:
-       block after block). It keeps a reference to owner, unless that is NULL; the memory must be there as long as the pool and
+       block after block); layers NULL: in memory of the pool's own. It keeps a reference to owner, unless that is NULL; the memory must be there as long as the pool and
        its sequences. NULL with a Python exception. Needs the GIL. */
     PyObject *(*open_pool)(const kvfast_shape *shape, void *const *layers, ptrdiff_t block_stride, PyObject *owner);
+
+    /* From API 2 on. truncate, and then the num_kept of the later tokens that `keep` numbers, 0 for the one at position n: the branch
+       of a tree of drafts that is right. Before advance, as in Python. NULL if num_kept is 0. */
+    int (*keep_branch)(kvfast_cache *cache, ptrdiff_t n, const ptrdiff_t *keep, ptrdiff_t num_kept);
+    /* Another cache with the same tokens, in the same blocks until one of the two writes to them. */
+    int (*fork)(kvfast_cache *cache, kvfast_cache **other);
+    /* All tokens must be complete. restore goes back to them, in this or another cache of the same shape and formats, also of another
+       pool; it leaves the snapshot as it is. */
+    int (*snapshot)(kvfast_cache *cache, kvfast_snapshot **snapshot);
+    int (*restore)(kvfast_cache *cache, kvfast_snapshot *snapshot);
+    void (*close_snapshot)(kvfast_snapshot *snapshot); /* NULL: nothing */
+    /* To and from a file, as `save` and `restore(kvfast.Snapshot.load(path))`. */
+    int (*save)(kvfast_cache *cache, const char *path);
+    int (*load)(kvfast_cache *cache, const char *path);
+
+    /* NULL with a Python exception on error. Needs the GIL. */
+    kvfast_pool *(*open_batches)(PyObject *pool);
+    void (*close_batches)(kvfast_pool *pool); /* NULL: nothing */
+    /* An empty sequence. All functions of caches take it. */
+    int (*new_sequence)(kvfast_pool *pool, kvfast_cache **sequence);
+    /* Gives the blocks of a sequence back at once; afterwards its handle can only be closed, and calls with it return KVFAST_INVALID.
+       close alone gives them back, too, unless Python or another handle has the sequence. */
+    int (*free_sequence)(kvfast_cache *sequence);
+    ptrdiff_t (*num_free_blocks)(kvfast_pool *pool); /* or a code below 0 */
+    /* As append of each sequence, for all of them or for none. A sequence comes once in a batch. */
+    int (*append_batch)(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v);
+    /* As attend of each sequence. Blocks that several sequences share are read once where that is faster, see kvfast_batch. */
+    int (*attend_batch)(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
+                        const kvfast_rows *out);
+    /* Text of the last error of a function that was given this pool; as error. */
+    const char *(*pool_error)(kvfast_pool *pool);
 } kvfast_api;
 
 /* The functions of the kvfast that Python imports; NULL with a Python exception on error. Needs the GIL. */

@@ -40,4 +40,4 @@ def pool_over(addresses, block_stride, owner, **arguments):
             raise ValueError(f"layers[{layer}] must not be NULL")
         nbytes = layout.block_nbytes[layer]
         buffer.append(np.asarray(_Memory(address, (layout.num_blocks, nbytes), block_stride or nbytes, owner)))
-    return PagedKVCache(**arguments, buffer=buffer)
+    return PagedKVCache(**arguments, buffer=buffer or None)

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from kvfast.caches.snapshot import Snapshot
 
 
+def batches_in(pool):
+    """The `PagedBatches` of a pool, for packages above the caches."""
+    return pool._batches
+
+
 class PagedStorage:
     """Sequences, their tables and slots, and known prefixes."""
 

@@ -1,8 +1,8 @@
 """`kvfast.h` and `capi.pxd`: what is compiled against an installed kvfast runs as Python does."""
 
 import gc
-import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,65 +19,14 @@ from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.llama_cpp import building
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-RUNTIMES = HERE / "extensions"
+ROOT = Path(__file__).parents[2]
 OK, INVALID, SHAPE, NOT_FINITE, FULL, BUSY, NO_MEMORY, NO_LAYER = range(0, -8, -1)
 
 
-def command(*parts, **options):
-    done = subprocess.run([sys.executable, *map(str, parts)], capture_output=True, text=True, check=False, **options)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The folder of a kvfast that was installed from a wheel: of the sources, if that is where it is imported from."""
-    package = Path(kvfast.__file__).parent
-    if not (package / "capi.pyx").exists():
-        return package.parent
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("kvfast", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-        copy(ROOT / name, folder / "source" / name) if name == "kvfast" else copy(ROOT / name, folder / "source")
-    # What is compiled already need not be again.
-    built = folder / "source" / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "kvfast"
-    built.mkdir(parents=True)
-    for module in package.rglob("*.so"):
-        name = module.relative_to(package)
-        (built / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(module, built / name)
-        (folder / "source" / "kvfast" / name).unlink()
-    for path in folder.rglob("*.pyx"):  # nor translated, as by a Cython that was installed after the build
-        if path.with_suffix(".c").exists():
-            os.utime(path.with_suffix(".c"))
-    for path in built.rglob("*.so"):
-        os.utime(path)
-    options = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check", "-q")
-    command("-m", "pip", "wheel", *options, "-w", folder, folder / "source", cwd=folder)
-    (wheel,) = folder.glob("*.whl")
-    command("-m", "pip", "install", *options[1:], "--target", folder / "site", wheel, cwd=folder)
-    return folder / "site"
-
-
-@pytest.fixture(scope="module")
-def runtimes(installed, tmp_path_factory):
-    """(runtime_in_c, runtime_in_cython), compiled against the installed kvfast."""
-    pytest.importorskip("Cython")
-    pytest.importorskip("setuptools")
-    if shutil.which("cc") is None:
-        pytest.skip("no compiler")
-    folder = tmp_path_factory.mktemp("runtimes")
-    for file in RUNTIMES.iterdir():
-        if file.is_file():
-            shutil.copy(file, folder)
-    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
-    command("setup.py", "-q", "build_ext", "--inplace", cwd=folder, env=os.environ | {"PYTHONPATH": path})
-    sys.path.insert(0, str(folder))
-    try:
-        return importlib.import_module("runtime_in_c"), importlib.import_module("runtime_in_cython")
-    finally:
-        sys.path.remove(str(folder))
+def runtimes(extension):
+    """(runtime_in_c, runtime_in_cython)"""
+    return extension("runtime_in_c"), extension("runtime_in_cython")
 
 
 @exhaustive
@@ -105,6 +54,23 @@ def test_the_wheel_has_all_that_is_needed(installed):
         check=True,
     )
     assert done.stdout.strip() == "True"
+
+
+def test_the_blocks_of_the_guide_compile(installed, tmp_path):
+    if not (page := ROOT / "docs" / "guide" / "native.md").exists():
+        pytest.skip("the docs are not here")
+    if shutil.which("cc") is None:
+        pytest.skip("no compiler")
+    include, *body = "\n".join(re.findall(r"^```c\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)).split("\n")
+    given = "PyObject *python_cache, PyObject *python_pool, int layer, float *keys, float *values, float *queries, float *output"
+    body = "\n".join(body)
+    assert body.count("kvfast->") > 10
+    (tmp_path / "guide.c").write_text(f"{include}\n#include <stdio.h>\nvoid guide({given}) {{\n{body}\n}}\n")
+    folders = [f"-I{installed / 'kvfast'}", f"-I{sysconfig.get_path('include')}"]
+    done = subprocess.run(
+        ["cc", "-fsyntax-only", "-Wall", "-Werror", *folders, tmp_path / "guide.c"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def caches():

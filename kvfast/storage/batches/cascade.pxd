@@ -23,5 +23,6 @@ cdef class SharedPrefix:
     cdef Py_ssize_t begin, end  # positions
 
 
+cdef bint share_nothing(const kv_member *members, Py_ssize_t count, Py_ssize_t size) noexcept nogil
 cdef list shared_prefixes(const kv_member *members, Py_ssize_t count, Py_ssize_t size)
 cdef void read_together(Plan plan, list prefixes, kv_member *members)

@@ -14,6 +14,17 @@ cdef class SharedPrefix:
     """Positions of a prefix that members of a batch share, from `begin`, where a shorter prefix that they share ends, to `end`."""
 
 
+cdef bint share_nothing(const kv_member *members, Py_ssize_t count, Py_ssize_t size) noexcept nogil:
+    """Whether a look at one block of each member shows that there are no shared prefixes."""
+    cdef Py_ssize_t i, j, last = MIN_SHARED_TOKENS // size - 1  # of the shortest prefix
+    for i in range(count):
+        for j in range(i if members[i].num_queries and members[i].shareable > last else 0):
+            if (members[j].num_queries and members[j].shareable > last
+                    and members[j].context.table[last] == members[i].context.table[last]):
+                return False
+    return True
+
+
 cdef list shared_prefixes(const kv_member *members, Py_ssize_t count, Py_ssize_t size):
     """The prefixes that members of the batch share, the shorter before the longer; blocks have `size` tokens."""
     cdef list found = []

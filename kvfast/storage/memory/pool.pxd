@@ -35,7 +35,7 @@ cdef class BlockPool(BlockMemory):
     cdef void _stop_tidying(self) noexcept
     cdef int _release_pending(self) except -1
     cdef int retain(self, int32_t block) except -1
-    cdef bint is_frozen(self, int32_t block) noexcept
+    cdef bint is_frozen(self, int32_t block) noexcept nogil
     cdef int copy_block(self, int32_t source, int32_t target) except -1
     cdef int32_t move_down(self, int32_t block) except -1
     cdef BlockPool clone(self)

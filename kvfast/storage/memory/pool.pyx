@@ -193,7 +193,7 @@ cdef class BlockPool(BlockMemory):
         if self.floats is not None:
             self.floats.wipe_tokens(block, layer, first, last)
 
-    cdef bint is_frozen(self, int32_t block) noexcept:
+    cdef bint is_frozen(self, int32_t block) noexcept nogil:
         """Whether a block must be copied before it is written."""
         return self.owners[block] > 1 or (self.index is not None and self.index.knows(block))
 

@@ -10,7 +10,7 @@ cdef class PrefixIndex:
     cdef int32_t *_next                # (num_blocks + 1,) ring of these from the least recently used on: entry 0 is its head,
     cdef int32_t *_previous            # entry b + 1 block b
 
-    cdef bint knows(self, int32_t block) noexcept
+    cdef bint knows(self, int32_t block) noexcept nogil
     cdef bint retain_known(self, int32_t block) noexcept
     cdef void take_known(self, int32_t block) noexcept
     cdef int32_t evict(self) except -1

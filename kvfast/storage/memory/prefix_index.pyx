@@ -7,6 +7,9 @@ import numpy as np
 from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 
+cdef extern from "Python.h" nogil:
+    void *PyList_GET_ITEM(void *list, Py_ssize_t index)
+
 
 cdef class PrefixIndex:
     """The known prefixes of `num_blocks` blocks.
@@ -67,8 +70,8 @@ cdef class PrefixIndex:
     def __len__(self):
         return len(self._block_of)
 
-    cdef bint knows(self, int32_t block) noexcept:
-        return self._digest_of[block] is not None
+    cdef bint knows(self, int32_t block) noexcept nogil:
+        return PyList_GET_ITEM(<void *>self._digest_of, block) != <void *>None
 
     cdef bint retain_known(self, int32_t block) noexcept:
         """Keep a block that lost its last owner, if it is known; else False."""

@@ -130,12 +130,11 @@ cdef class BlockTable:
         """Whether `make_writable` has nothing to do."""
         cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
         cdef int32_t block
-        # Only Python can look up which blocks a pool knows by their tokens.
-        if end > self.map.end() or self.pool.index is not None or self.pool.seals and self.states.floats_begin % size:
+        if end > self.map.end() or self.pool.seals and self.states.floats_begin % size:
             return False
         for index in range(first // size, end):
             block = self.map.block(index)
-            if self.pool.owners[block] > 1:
+            if self.pool.is_frozen(block):
                 return False
             if self.pool.floats is not None and not self.pool.floats.is_open(block, index, first - index * size, last - index * size):
                 return False

@@ -195,7 +195,72 @@ static PyObject *pool_over(PyObject *self, PyObject *args) {
     return Py_BuildValue("nN", nbytes, pool);
 }
 
+/* A step of all layers for a batch of one token each. */
+typedef struct {
+    kvfast_pool *pool;
+    kvfast_cache *sequences[16];
+    kvfast_batch batch;
+    kvfast_rows k, v, q, out;
+    int layers, code;
+    char done;
+} batch_step;
+
+static void *run_batch_step(void *argument) {
+    batch_step *s = argument;
+    for (int layer = 0; layer < s->layers && s->code == KVFAST_OK; layer++)
+        if ((s->code = kvfast->append_batch(s->pool, layer, &s->batch, &s->k, &s->v)) == KVFAST_OK)
+            s->code = kvfast->attend_batch(s->pool, layer, &s->batch, &s->q, NULL, &s->out);
+    __atomic_store_n(&s->done, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+/* held_meanwhile(pool, sequences, layers, k, v, q, out, seconds) -> code, whether a thread that Python does not know came to its end
+   while this one held the GIL */
+static PyObject *held_meanwhile(PyObject *self, PyObject *args) {
+    PyObject *pool, *sequences, *objects[4], *result = NULL;
+    Py_buffer buffers[4];
+    kvfast_rows *rows[4];
+    struct timespec pause = {0, 1000000};
+    double seconds;
+    batch_step s = {0};
+    int opened = 0, count, alone;
+    pthread_t thread;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OO!iOOOOd", &pool, &PyTuple_Type, &sequences, &s.layers, &objects[0], &objects[1], &objects[2],
+                          &objects[3], &seconds))
+        return NULL;
+    rows[0] = &s.k, rows[1] = &s.v, rows[2] = &s.q, rows[3] = &s.out;
+    if ((count = (int)PyTuple_GET_SIZE(sequences)) > 16 || (s.pool = kvfast->open_batches(pool)) == NULL)
+        return NULL;
+    for (int i = 0; i < count; i++)
+        if ((s.sequences[i] = kvfast->open(PyTuple_GET_ITEM(sequences, i))) == NULL)
+            goto done;
+    s.batch = (kvfast_batch){.sequences = s.sequences, .num_sequences = count};
+    for (; opened < 4; opened++) {
+        if (PyObject_GetBuffer(objects[opened], &buffers[opened], PyBUF_C_CONTIGUOUS))
+            goto done;
+        *rows[opened] = (kvfast_rows){buffers[opened].buf, buffers[opened].shape[0], buffers[opened].shape[1], buffers[opened].shape[2]};
+    }
+    if (pthread_create(&thread, NULL, run_batch_step, &s))
+        goto done;
+    for (int i = 0; i < seconds * 1000 && !__atomic_load_n(&s.done, __ATOMIC_ACQUIRE); i++)
+        nanosleep(&pause, NULL);
+    alone = __atomic_load_n(&s.done, __ATOMIC_ACQUIRE);
+    Py_BEGIN_ALLOW_THREADS
+    pthread_join(thread, NULL);
+    Py_END_ALLOW_THREADS
+    result = Py_BuildValue("ii", s.code, alone);
+done:
+    while (opened--)
+        PyBuffer_Release(&buffers[opened]);
+    for (int i = 0; i < count; i++)
+        kvfast->close(s.sequences[i]);
+    kvfast->close_batches(s.pool);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"held_meanwhile", held_meanwhile, METH_VARARGS, NULL},
     {"run", run, METH_VARARGS, NULL},
     {"misuse", misuse, METH_O, NULL},
     {"nanoseconds", nanoseconds, METH_VARARGS, NULL},

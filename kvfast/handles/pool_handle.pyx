@@ -1,0 +1,241 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""A `kvfast_pool`: batches over the sequences of a pool. As in `cache_handle`, the methods ``quick_*`` do without the interpreter."""
+import numpy as np
+
+from libc.stdint cimport int64_t
+
+from kvfast.attention.request cimport FITS, has_finite_queries, kv_request, misfit
+from kvfast.attention.run cimport LOGS
+from kvfast.attention.spans cimport floats_from
+from kvfast.attention.workspace cimport MEMBERS
+from kvfast.codec.blocks cimport kv_layout
+from kvfast.codec.encode cimport WRITTEN, check_rows, check_storable, encode_rows, work_of
+from kvfast.core.arrays cimport Rows, kv_rows
+from kvfast.core.checks cimport check_layer
+from kvfast.core.threads cimport gather_unwatched, kv_team
+from kvfast.handles.arguments cimport convert, divided, integers, request_of
+from kvfast.handles.cache_handle cimport CacheHandle, pointer_to
+from kvfast.handles.handle cimport Handle, copy_lse
+from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
+from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, share_nothing
+from kvfast.storage.tables.block_table cimport BlockTable
+
+from kvfast.caches.paged_storage import PagedStorage, batches_in
+from kvfast.core.text import shown
+from kvfast.errors import DimensionMismatchError
+
+cdef enum:
+    QUICK_TOKENS = 512     # as in `cache_handle`
+    QUICK_SEQUENCES = 512  # the most that are compared with each other
+
+
+cdef inline Py_ssize_t _start(const kvfast_batch *batch, Py_ssize_t i) noexcept nogil:
+    """The first row of sequence i."""
+    return i if batch.starts == NULL else batch.starts[i]
+
+
+cdef class PoolHandle(Handle):
+    def __cinit__(self, pool):
+        if not isinstance(pool, PagedStorage):
+            raise TypeError(f"pool must be a PagedKVCache or PagedMLAKVCache, got {type(pool).__name__}: open() is for other caches")
+        self.cache, self.batches = pool, batches_in(pool)
+        self.over(self.batches.pool)
+
+    cdef int new_sequence(self, kvfast_cache **sequence) noexcept with gil:
+        try:
+            if sequence == NULL:
+                raise ValueError("sequence must point to where the new sequence goes, got NULL")
+            sequence[0] = NULL
+            sequence[0] = pointer_to(self.cache.new_sequence())
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef Py_ssize_t num_free_blocks(self) noexcept with gil:
+        try:
+            return self.cache.num_free_blocks
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef bint fits(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct) noexcept nogil:
+        """Whether a batch is valid, and all of its sequences plain; not so for more than QUICK_SEQUENCES. In the pool."""
+        cdef Py_ssize_t i, j
+        if batch == NULL or batch.sequences == NULL or not 1 <= batch.num_sequences <= QUICK_SEQUENCES:
+            return False
+        if _start(batch, 0) != 0 or _start(batch, batch.num_sequences) != num_tokens:
+            return False
+        for i in range(batch.num_sequences):
+            if (batch.sequences[i] == NULL or _start(batch, i) > _start(batch, i + 1)
+                    or <void *>(<CacheHandle>batch.sequences[i]).pool != <void *>self.pool
+                    or not (<CacheHandle>batch.sequences[i]).is_plain()):
+                return False
+            for j in range(i if distinct else 0):
+                if (<CacheHandle>batch.sequences[i]).tables[0] == (<CacheHandle>batch.sequences[j]).tables[0]:
+                    return False
+        return True
+
+    cdef list checked(self, const kvfast_batch *batch, Py_ssize_t num_tokens, str rows, bint distinct):
+        """The handles of a batch, or the error that `fits` has no words for. `rows`: the name of what has `num_tokens`."""
+        cdef CacheHandle handle
+        cdef Py_ssize_t i
+        cdef list handles = []
+        cdef dict places = {}
+        if batch == NULL or batch.sequences == NULL:
+            raise ValueError("batch must point to sequences, got NULL")
+        if batch.num_sequences < 1:
+            raise ValueError(f"num_sequences must be at least 1, got {batch.num_sequences}")
+        for i in range(batch.num_sequences):
+            if batch.sequences[i] == NULL:
+                raise ValueError(f"sequences[{i}] must be a sequence of this pool, got NULL: see new_sequence() and fork()")
+            handle = <CacheHandle>batch.sequences[i]
+            if handle.pool is not self.pool:
+                raise ValueError(f"sequences[{i}] must be a sequence of this pool, got a {type(handle.cache).__name__} that has other "
+                                 f"blocks: restore() its snapshot() into a sequence of this pool")
+            if handle.storage.closed:
+                raise ValueError(f"sequences[{i}] must be a sequence that is in use, got one that has been freed")
+            if distinct and places.setdefault(handle.storage, i) != i:
+                raise ValueError(f"sequences[{i}] must be another than sequences[{places[handle.storage]}]: a call appends to a "
+                                 f"sequence once, all of its tokens one after the other")
+            handles.append(handle)
+        starts = [_start(batch, i) for i in range(batch.num_sequences + 1)]
+        if starts[0] != 0 or starts[-1] != num_tokens or starts != sorted(starts):
+            got = "NULL, which is for one token of each sequence" if batch.starts == NULL else shown(starts)
+            raise DimensionMismatchError(f"starts must rise from 0 to the {num_tokens} tokens of {rows} in {len(starts)} entries, "
+                                         f"got {got}")
+        return handles
+
+    cdef int append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
+        cdef kv_rows keys, values
+        cdef bint done = False
+        if 0 <= layer < self.pool.num_layers and self.split_pair(k, v, &keys, &values) and self.try_enter():
+            done = self.fits(batch, keys.tokens, True) and self.quick_append(layer, batch, &keys, &values)
+            self.leave()
+        return KVFAST_OK if done else self.python_append(layer, batch, k, v)
+
+    cdef bint quick_append(self, Py_ssize_t layer, const kvfast_batch *batch, const kv_rows *k, const kv_rows *v) noexcept nogil:
+        cdef int64_t slots[QUICK_TOKENS]
+        cdef const kv_layout *layout = self.pool.layouts + layer
+        cdef Py_ssize_t i
+        cdef kv_team team
+        if (k.tokens > QUICK_TOKENS or k.heads != layout.num_kv_heads or k.dim != layout.k.head_dim
+                or v.heads != layout.num_kv_heads or v.dim != layout.v.head_dim):
+            return False
+        for i in range(batch.num_sequences):
+            if not _next_slots(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i),
+                               slots + _start(batch, i)):
+                return False
+        gather_unwatched(&team, 0, work_of(k))
+        if encode_rows(layout, k, v, NULL, slots, False, &team) != WRITTEN:
+            return False
+        for i in range(batch.num_sequences):
+            _add_tokens(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i))
+        return True
+
+    cdef int python_append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept with gil:
+        cdef Rows keys, values
+        cdef CacheHandle handle
+        cdef list handles, tables = [], counts = [], known = []
+        cdef Py_ssize_t i
+        try:
+            check_layer(layer, self.pool.num_layers)
+            keys, values = self.open_pair(k, v)
+            check_rows(self.pool.layouts + layer, keys, values)
+            handles = self.checked(batch, keys.rows.tokens, "k", True)
+            check_storable(self.pool.layouts + layer, keys, values, NULL, NULL)  # before the sequences take blocks
+            # Slots are given out after the complete tokens, also those that this layer has already.
+            for i in range(batch.num_sequences):
+                handle = handles[i]
+                tables.append(handle.storage.tables[0])
+                known.append((<BlockTable>tables[i]).lengths[layer] - (<BlockTable>tables[i]).length)
+                counts.append(known[i] + _start(batch, i + 1) - _start(batch, i))
+            parts = np.split(self.batches.slot_mapping(tables, counts), np.cumsum(counts)[:-1])
+            slots = np.concatenate([part[held:] for part, held in zip(parts, known)])
+            self.batches.append_batch(layer, keys, values, slots)
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef int attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
+                    const kvfast_rows *out) noexcept nogil:
+        cdef kv_rows queries, rope, target
+        cdef bint done = False
+        if 0 <= layer < self.pool.num_layers and self.split(q, &queries, &rope) and convert(out, &target) and self.try_enter_reading():
+            done = self.fits(batch, queries.tokens, False) and self.quick_attend(layer, batch, &queries, &rope, options, &target)
+            self.leave_reading()
+        return KVFAST_OK if done else self.python_attend(layer, batch, q, options, out)
+
+    cdef bint quick_attend(self, Py_ssize_t layer, const kvfast_batch *batch, const kv_rows *q, const kv_rows *rope_q,
+                           const kvfast_options *options, const kv_rows *out) noexcept nogil:
+        """As `PagedBatches` attends, but without prefixes that are read together."""
+        cdef const kv_layout *layout = self.pool.layouts + layer
+        cdef kv_request request
+        cdef kv_member *members
+        cdef Py_ssize_t i
+        if options.num_spans or options.num_parents or LOGS or not request_of(options, q, rope_q, out, &request):
+            return False
+        if misfit(&request, layout) != FITS or not has_finite_queries(&request):
+            return False
+        if not self.batches.kind.limit(&request.window, &request.num_sink_tokens):
+            return False
+        if not self.plan.begin(&request, layout, batch.num_sequences):
+            return False
+        members = <kv_member *>self.plan.workspace.reserve(MEMBERS, batch.num_sequences * sizeof(kv_member))
+        if members == NULL:
+            return False
+        for i in range(batch.num_sequences):
+            members[i].first_query, members[i].num_queries = _start(batch, i), _start(batch, i + 1) - _start(batch, i)
+            if not self._ask(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, members + i):
+                return False
+        if not batch.no_cascade and not share_nothing(members, batch.num_sequences, self.pool.block_size):
+            return False
+        for i in range(batch.num_sequences):
+            self.plan.add(&members[i].context, members[i].first_query, members[i].num_queries, 0, 0)
+        return self.run(options.num_threads)
+
+    cdef bint _ask(self, BlockTable table, Py_ssize_t layer, kv_member *member) noexcept nogil:
+        """Ask for the queries of a sequence; False if it does not hold what they see."""
+        cdef Py_ssize_t first
+        table.context(layer, &member.context)
+        first = member.context.length - member.num_queries
+        member.shareable = 0
+        if member.num_queries <= MAX_SHARED_QUERIES:
+            member.shareable = min(first, floats_from(self.pool.layouts + layer, &member.context, first)) // self.pool.block_size
+        if first < 0:
+            return False
+        self.plan.ask(&member.context, member.first_query, member.num_queries)
+        return member.num_queries == 0 or table.holds(self.plan.call.queries[member.first_query].start)
+
+    cdef int python_attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
+                           const kvfast_rows *out) noexcept with gil:
+        cdef Rows queries
+        cdef list spans, parents, handles
+        try:
+            check_layer(layer, self.pool.num_layers)
+            queries, _ = self.open_rows(q, "q")
+            handles = self.checked(batch, queries.rows.tokens, "q", False)
+            spans = integers(options.spans, options.num_spans, 2, "spans")
+            spans = divided(spans, batch.span_counts, len(handles), "spans")
+            parents = integers(options.parents, options.num_parents, 1, "parents")
+            parents = divided(parents, batch.parent_counts, len(handles), "parents")
+            queries, rope, settings = self.open_call(q, options, out, spans, parents)
+            starts = [_start(batch, i) for i in range(batch.num_sequences + 1)]
+            result = self.batches.attend_batch(layer, queries, [(<CacheHandle>one).storage for one in handles], None, None, starts,
+                                               settings, not batch.no_cascade, rope)
+            copy_lse(result, options.lse)
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
+
+
+cdef bint _next_slots(BlockTable table, Py_ssize_t layer, Py_ssize_t n, int64_t *slots) noexcept nogil:
+    """The slots of a sequence's next tokens; False if Python must make some of them writable first."""
+    cdef Py_ssize_t first = table.lengths[layer], i
+    if n and not table.is_writable(first, first + n):
+        return False
+    for i in range(n):
+        slots[i] = table.map.slot(first + i)
+    return True
+
+
+cdef void _add_tokens(BlockTable table, Py_ssize_t layer, Py_ssize_t n) noexcept nogil:
+    table.lengths[layer] += n

@@ -73,3 +73,9 @@ def extension(installed, tmp_path_factory):
             sys.path.remove(str(folder))
 
     return imported
+
+
+@pytest.fixture(scope="session")
+def c(extension):
+    """`kvfast.h` as objects."""
+    return extension("batches_in_cython")

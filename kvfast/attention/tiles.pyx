@@ -91,6 +91,11 @@ cdef inline void _locate(const kv_task *task, const kv_layout *layout, Py_ssize_
     cdef Py_ssize_t index = position >> shift, last = (context.length - 1) >> shift, at
     cdef int32_t block, piece
     k.base = v.base = layout.base
+    if own_of(task).gathered != NULL and layout.base == own_of(task).gathered:  # chosen tokens, whose blocks follow each other
+        k.first = v.first = 0
+        for i in range(tile // KV_LANES):
+            k.at[i], v.at[i] = k_offset_of(layout, i, 0), v_offset_of(layout, i, 0)
+        return
     k.first = v.first = <int>(position & (layout.k.block_size - 1))
     for i in range(max(tile >> shift, 1)):
         at = min(index + i, last) >> coarser

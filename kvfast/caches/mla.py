@@ -143,6 +143,8 @@ class LatentSequence:
         return_lse: bool = False,
         num_splits: int = 0,
         num_threads: int | None = None,
+        chosen: ArrayLike | None = None,
+        chosen_run: int = 1,
     ) -> Any:
         """Attention of the last tokens to all tokens of a layer, computed on the stored bytes. Outputs are latents.
 
@@ -160,7 +162,7 @@ class LatentSequence:
         scale : float, optional
             Factor of the scores, ``(latent_dim + rope_dim) ** -0.5`` by default. Models are trained with the scale of
             their own heads: ``192 ** -0.5`` for DeepSeek, whose heads have 128 + 64 elements.
-        causal, softcap, return_lse, num_splits, num_threads
+        causal, softcap, return_lse, num_splits, num_threads, chosen, chosen_run
             As in `KVCache.attend`.
 
         Returns
@@ -173,7 +175,17 @@ class LatentSequence:
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
         latent, rope = self._query_parts(q)
-        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits, num_threads)
+        options = Options(
+            out,
+            self._scale_or(scale),
+            causal,
+            softcap,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            num_threads=num_threads,
+            chosen=chosen,
+            chosen_run=chosen_run,
+        )
         return self._storage.attend(layer, latent, None, options, rope)
 
     def explain(
@@ -186,6 +198,8 @@ class LatentSequence:
         causal: bool = True,
         num_splits: int = 0,
         num_threads: int | None = None,
+        chosen: ArrayLike | None = None,
+        chosen_run: int = 1,
     ) -> AttendPlan:
         """Plan of the `attend` call, which is not run; see `KVCache.explain`. Sizes in the plan leave out the rotary part.
 
@@ -198,7 +212,7 @@ class LatentSequence:
             Query heads, if `q` is a number of tokens.
         dtype : str or dtype
             dtype of the queries, if `q` is not an array.
-        causal, num_splits, num_threads
+        causal, num_splits, num_threads, chosen, chosen_run
             As in `attend`.
 
         Returns
@@ -206,7 +220,7 @@ class LatentSequence:
         AttendPlan
         """
         shape = self._latent_shape(q, num_q_heads)
-        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
+        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads, chosen=chosen, chosen_run=chosen_run)
         return self._storage.explain(layer, shape, None, dtype, options)
 
 

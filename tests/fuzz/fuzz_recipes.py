@@ -376,6 +376,8 @@ RECIPES = {
     "spans": small([(0, 1)], [(0, 3), (5, 9)], [(0, 100)], []),
     "clamp_spans": small(True, False),
     "parents": small([-1], [-1, 0], [-1, -1, 0, 1], []),
+    "chosen": lambda c: np.array([[c.rng.randrange(3), -1]] * c.rng.choice([1, c.tokens, 2])),
+    "chosen_run": small(1, 16),
     "sinks": lambda c: c.floats(c.heads * c.group),
     "alibi_slopes": lambda c: c.floats(c.heads * c.group),
     "return_lse": small(True, False),

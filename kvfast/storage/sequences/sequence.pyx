@@ -150,12 +150,15 @@ cdef class SequenceStorage(SequenceTables):
                 raise ValueError("parents are not for a spliced sequence")
             plan.use_parents(request.parents, "parents", request.c.q.tokens)
         if self.segments is not None:
+            if request.chosen is not None:
+                raise ValueError("chosen is not for a spliced sequence")
             reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, request.c.q.tokens)
             plan_spliced(plan, [reader])
             ask_spliced(plan, [reader])
             return plan
         plan.ask(&context, 0, request.c.q.tokens)
         check_held(table, plan, 0)
+        plan.choose(request)
         plan.add(&context, 0, request.c.q.tokens, 0, 0)
         return plan
 

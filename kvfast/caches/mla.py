@@ -188,6 +188,46 @@ class LatentSequence:
         )
         return self._storage.attend(layer, latent, None, options, rope)
 
+    def top_k(self, layer: int, q: ArrayLike, weights: ArrayLike, k: int, *, num_threads: int | None = None) -> NDArray[np.int64]:
+        """The best positions for the last tokens by an indexer, whose keys are the rows of a layer, for the `chosen` of `attend`.
+
+        The score of a position is ``sum over heads h of weights[h] * max(q[h] . row, 0)``, the lightning indexer of DeepSeek-V3.2
+        (arXiv 2512.02556). A positive factor in it changes nothing.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_heads, latent_dim), float32, float16 or bfloat16
+            Queries of the indexer for the last `num_tokens` tokens of the layer (append their keys first). Each sees the keys up to
+            its own.
+        weights : array of shape (num_tokens, num_heads), float32, float16 or bfloat16
+        k : int
+        num_threads : int, optional
+            As in `KVCache.attend`.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, k), int64
+            Positions in ascending order, then -1 where a query sees fewer than `k`. Where scores are the same, lower positions come in.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
+        ValueError
+            For rows with a rotary part: make the cache of an indexer with ``rope_dim=0``.
+
+        Examples
+        --------
+        >>> import kvfast, numpy as np
+        >>> keys = kvfast.MLAKVCache(num_layers=1, latent_dim=4, rope_dim=0, dtype="float32")
+        >>> keys.append(0, np.float32([[3, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [3, 0, 0, 0], [2, 0, 0, 0]]))
+        >>> keys.top_k(0, np.float32([[[1, 0, 0, 0]]]), np.float32([[1]]), 3)
+        array([[0, 3, 4]])
+        """
+        if self.rope_dim:
+            raise ValueError(f"top_k needs rows without a rotary part, made with rope_dim=0, got rope_dim {self.rope_dim}")
+        return self._storage.top_k(layer, q, weights, k, num_threads)
+
     def explain(
         self,
         layer: int,

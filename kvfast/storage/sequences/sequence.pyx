@@ -2,6 +2,7 @@
 """The storage of one sequence: append, attend, truncate. The caches are thin layers over it."""
 import numpy as np
 
+from kvfast.attention.indexer cimport best_positions
 from kvfast.attention.options cimport Options
 from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request
@@ -105,6 +106,19 @@ cdef class SequenceStorage(SequenceTables):
             self._check_unchanged(index, table.lengths[layer] + self.base, options)
             request = open_request(&table.pool.layouts[layer], q, options, sink_q, rope_q)
             return run_plan(request, self._plan(index, table, layer, request))
+        finally:
+            self.leave_reading()
+
+    def top_k(self, index, q, weights, k, num_threads):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef kv_context context
+        self.enter_reading()
+        try:
+            table.context(layer, &context)
+            if context.length == 0:
+                raise ValueError(f"layer {index} holds no tokens to choose from")
+            return best_positions(&table.pool.layouts[layer], &context, q, weights, k, num_threads)
         finally:
             self.leave_reading()
 

@@ -119,7 +119,7 @@ cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
     cdef int kind = panels_of(call.kernels, layout)
     cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2
     item.block_rows, item.row_blocks = KV_ROWS, panels
-    if kind == NO_PANELS or panels == 1:
+    if kind == NO_PANELS or panels == 1 or (<const kv_given *>call.given).chosen != NULL:
         return NO_PANELS
     # A single token of latent rows has enough query heads, and every single token then goes this way.
     if not (layout.latent and call.group > KV_ROWS) and (

@@ -24,6 +24,8 @@ def attention(
     spans: ArrayLike | None = ...,
     clamp_spans: bool = ...,
     parents: ArrayLike | None = ...,
+    chosen: ArrayLike | None = ...,
+    chosen_run: int = ...,
 ) -> NDArray[Any]: ...
 @overload
 def attention(
@@ -46,6 +48,8 @@ def attention(
     spans: ArrayLike | None = ...,
     clamp_spans: bool = ...,
     parents: ArrayLike | None = ...,
+    chosen: ArrayLike | None = ...,
+    chosen_run: int = ...,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
 def merge_states(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike

@@ -16,7 +16,7 @@ class AttendItem:
     num_queries : int
         Query tokens.
     begin, end : int
-        Range of positions that they read; sink tokens come in addition.
+        Range of positions that they read; sink tokens come in addition. With chosen tokens, 0 and how many there are.
     num_splits, split_tokens : int
         Number of parts that this range is cut into, and tokens of a part; the last part may have fewer.
     row_blocks : int

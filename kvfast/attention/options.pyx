@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The keyword arguments that every `attend` takes."""
 from kvfast.core.checks cimport check_count
+from kvfast.core.limits cimport KV_LANES
 
 from kvfast.core.checks import check_size
 
@@ -10,18 +11,24 @@ cdef class Options:
 
     def __init__(self, out=None, scale=None, bint causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
                  sinks=None, alibi_slopes=None, bint return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None,
-                 spans=None, bint clamp_spans=False, parents=None):
+                 spans=None, bint clamp_spans=False, parents=None, chosen=None, chosen_run=1):
         self.out, self.scale, self.causal, self.softcap = out, scale, causal, softcap
         self.sliding_window, self.sinks, self.alibi_slopes = sliding_window, sinks, alibi_slopes
         self.num_sink_tokens = self.made_for = -1  # not given
         if num_sink_tokens is not None:
             self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0)
         self.return_lse, self.num_splits, self.num_threads, self.spans = return_lse, num_splits, num_threads, spans
-        self.clamp_spans, self.parents = clamp_spans, parents
+        self.clamp_spans, self.parents, self.chosen, self.chosen_run = clamp_spans, parents, chosen, 1
         if parents is not None and (spans is not None or not causal):
             raise ValueError("parents need causal=True and spans=None: a draft sees its ancestors alone")
         if spans is not None and not causal:
             raise ValueError("spans need causal=True, got causal=False, with which every query sees all keys")
+        if type(chosen_run) is not int or chosen_run != 1:
+            self.chosen_run = check_count(chosen_run, "chosen_run", 1)
+            if self.chosen_run not in (1, KV_LANES) or (self.chosen_run > 1 and chosen is None):
+                raise ValueError(f"chosen_run must be 1, or with chosen {KV_LANES}, got {self.chosen_run}")
+        if chosen is not None and (parents is not None or alibi_slopes is not None):
+            raise ValueError("chosen needs parents=None and alibi_slopes=None: a query sees chosen positions alone")
         self.attention_chunk_size = 0  # none
         if attention_chunk_size is not None:
             self.attention_chunk_size = check_count(attention_chunk_size, "attention_chunk_size", 1)

@@ -1,6 +1,7 @@
 """The second step of attention: which positions each query sees, and how these are cut into tasks."""
 from libc.stdint cimport int64_t, uint64_t
 
+from kvfast.attention.chosen cimport Chosen
 from kvfast.attention.request cimport Request, kv_request
 from kvfast.attention.tasks cimport kv_call, kv_given, kv_item, kv_keys, kv_query
 from kvfast.attention.workspace cimport Workspace
@@ -22,12 +23,14 @@ cdef class Plan:
     cdef Py_ssize_t num_spans
     cdef const uint64_t[::1] ancestors  # of each draft of a tree, a bit for each draft, its own included; for the next `ask`
     cdef Py_ssize_t num_drafts
+    cdef Chosen chosen         # or None
     cdef bint packed           # whether packed codes keep the matrix unit from being used
 
     cdef bint begin(self, const kv_request *request, const kv_layout *layout, Py_ssize_t contexts) noexcept nogil
     cdef bint reserve_queries(self, Py_ssize_t queries, Py_ssize_t contexts) noexcept nogil
     cdef int use_spans(self, object spans, str name, Py_ssize_t length) except -1
     cdef int use_parents(self, object parents, str name, Py_ssize_t num_queries) except -1
+    cdef int choose(self, Request request) except -1
     cdef void sees_tree(self, kv_query *query, Py_ssize_t tree, uint64_t ancestors) noexcept nogil
     cdef void sees(self, kv_query *query, Py_ssize_t position, Py_ssize_t length) noexcept nogil
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil

@@ -7,12 +7,13 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint16_t, uint64_t
 from libc.string cimport memset
 
+from kvfast.attention.chosen cimport open_chosen
 from kvfast.attention.cuts cimport begin_of, bytes_of, choose_tile, cut_alike, cut_rows, split_tokens
 from kvfast.attention.families cimport NO_PACKED_PANELS
 from kvfast.attention.request cimport Request, kv_request
 from kvfast.attention.tasks cimport (kv_add_item, kv_call, kv_count_bits, kv_cut_context, kv_given, kv_item, kv_keys, kv_partial_floats,
                                      kv_query)
-from kvfast.attention.workspace cimport DECODED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, Workspace
+from kvfast.attention.workspace cimport DECODED, GATHERED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, Workspace
 from kvfast.codec.blocks cimport kv_context, kv_layout, values_of
 from kvfast.core.checks cimport check_integers
 from kvfast.core.flags cimport kv_drop
@@ -68,6 +69,8 @@ cdef class Plan:
         """Make room for `queries` queries of `contexts` contexts, before the first `ask`; False if out of memory."""
         # One item for each context, those for shared prefixes, and as many as `add` can make.
         cdef Py_ssize_t items = 2 * contexts + min(queries, contexts * <Py_ssize_t>KV_FEW_QUERIES)
+        if self.given.request.chooses:
+            items = queries
         self.call.num_queries = queries
         self.call.items = <kv_item *>self.workspace.reserve(ITEMS, items * (sizeof(kv_item) + sizeof(kv_keys)))
         self.keys = <kv_keys *>(self.call.items + items)
@@ -116,6 +119,13 @@ cdef class Plan:
                 raise ValueError(f"{name} must be -1 or a draft before its child, got {view[i]} for draft {i}")
             ancestors[i] = (<uint64_t>1 << i) | (ancestors[view[i]] if view[i] >= 0 else 0)
         self.ancestors, self.num_drafts = ancestors, view.shape[0]
+        return 0
+
+    cdef int choose(self, Request request) except -1:
+        """Let each query read the tokens that were chosen for it, after `ask` and before `add`, if the request has some."""
+        if request.chosen is not None:
+            self.chosen = open_chosen(request.chosen, request.chosen_run, &self.call, request.c.q.tokens)
+            self.given.chosen = &self.chosen.c
         return 0
 
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
@@ -169,11 +179,18 @@ cdef class Plan:
         """Add items for the queries of `ask`, which read their context from position `begin` on.
 
         Queries that would be split differently when alone get items of their own. So a query's result has the same
-        bits whether it comes alone or with a few others, as when drafted tokens are verified.
+        bits whether it comes alone or with a few others, as when drafted tokens are verified. Each query with chosen
+        tokens has an item of its own, whose positions count these tokens.
         """
         cdef kv_item *item
         cdef kv_query *first
         cdef Py_ssize_t n, i, end
+        while num_queries and self.given.chosen != NULL:
+            item = self.open_item(context)
+            item.first_query, item.num_queries = first_query, 1
+            self.close(item, self.chosen.most_of(self.call.queries[first_query].token))
+            first_query += 1
+            num_queries -= 1
         while num_queries:
             first, n = self.call.queries + first_query, num_queries
             if self.given.request.causal and num_queries <= KV_FEW_QUERIES:
@@ -262,7 +279,10 @@ cdef class Plan:
         if self.given.layout.decode != NULL:
             self.given.decoded_size = self.given.tile * max(self.given.layout.k.padded_dim, self.given.layout.v.padded_dim)
             self.given.decoded = <uint16_t *>self.workspace.reserve(DECODED, threads * self.given.decoded_size * sizeof(uint16_t))
+        if self.given.chosen != NULL:
+            self.chosen.c.room = <char *>self.workspace.reserve(GATHERED, threads * self.chosen.c.room_bytes)
         self.given.scratch = <void **>self.workspace.reserve(SCRATCH, threads * sizeof(void *))
         return (self.given.scratch != NULL and (parts == 0 or self.call.partials != NULL) and (not self.wide or self.given.wide != NULL)
                 and (self.given.request.rope_q.data == NULL or self.given.rope != NULL)
-                and (self.given.layout.decode == NULL or self.given.decoded != NULL))
+                and (self.given.layout.decode == NULL or self.given.decoded != NULL)
+                and (self.given.chosen == NULL or self.chosen.c.room != NULL))

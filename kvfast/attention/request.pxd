@@ -21,6 +21,7 @@ ctypedef struct kv_request:
     Py_ssize_t num_splits      # 0: as many as are fast
     bint causal
     bint clamp_spans           # tokens of a span see no key before their window or chunk
+    bint chooses               # each query reads tokens that were chosen for it
     int threads                # that may work, at most
 
 
@@ -41,6 +42,8 @@ cdef class Request:
     cdef Rows q, sink_q, rope_q, target
     cdef object out, lse, sinks, slopes, num_threads
     cdef object spans, parents  # as given, of the sequence or of each sequence of a batch; see `Plan.use_spans` and `Plan.use_parents`
+    cdef object chosen          # as given, for all queries; see `Plan.choose`
+    cdef Py_ssize_t chosen_run
 
 
 cdef kv_misfit misfit(const kv_request *request, const kv_layout *layout) noexcept nogil

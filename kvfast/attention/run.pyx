@@ -3,6 +3,7 @@
 from libc.math cimport logf
 from libc.string cimport memset
 
+from kvfast.attention.gather cimport read_chosen
 from kvfast.attention.plan cimport Plan, no_memory
 from kvfast.attention.request cimport Request
 from kvfast.attention.spans cimport read
@@ -30,7 +31,13 @@ cdef enum:
     SERIAL_MERGE = 512
 
 cdef kv_source _SOURCE
+cdef kv_source _CHOSEN
 _SOURCE.read, _SOURCE.write = read, _write
+_CHOSEN.read, _CHOSEN.write = read_chosen, _write
+
+
+cdef inline const kv_source *_source_of(const kv_given *given) noexcept nogil:
+    return &_SOURCE if given.chosen == NULL else &_CHOSEN
 
 
 cdef object run_plan(Request request, Plan plan):
@@ -67,7 +74,7 @@ cdef object explain_plan(Request request, Plan plan, str storage):
     plan.count_parts()
     # The tasks run, read no queries and write no output: they count.
     memset(&traffic, 0, sizeof(traffic))
-    plan.call.source, plan.given.traffic, plan.given.scratch = &_SOURCE, &traffic, &scratch
+    plan.call.source, plan.given.traffic, plan.given.scratch = _source_of(&plan.given), &traffic, &scratch
     if not take_scratch(&scratch, 1):
         raise no_memory()
     with nogil:
@@ -113,7 +120,7 @@ cdef bint run_tasks(kv_call *call, kv_team *team) noexcept nogil:
     cdef kv_team merging = team[0]
     if not take_scratch(given.scratch, team.threads):
         return False
-    call.source, given.watch = &_SOURCE, team.watch
+    call.source, given.watch = _source_of(given), team.watch
     run_each(team, _attend, call, call.num_tasks, DYNAMIC)
     give_scratch(given.scratch, team.threads)
     if call.partials != NULL:
@@ -130,6 +137,7 @@ cdef int _attend(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     cdef kv_task task
     own.rope = given.rope + thread if given.rope != NULL else NULL
     own.decoded = given.decoded + thread * given.decoded_size if given.decoded != NULL else NULL
+    own.gathered = given.chosen.room + thread * given.chosen.room_bytes if given.chosen != NULL else NULL
     task.own, task.narrow = own, &own.scratch
     task.wide = given.wide + thread if given.wide != NULL else NULL
     task.rest = own.rest if call.values.dtype == KV_FLOAT32 else NULL

@@ -41,6 +41,19 @@ cdef Py_ssize_t _next_patch(const kv_layout *layout, const kv_context *context, 
 cdef Py_ssize_t _ZEROS[KV_TASK_ROWS]
 
 
+cdef void open_rows(kv_task *task) noexcept nogil:
+    """Find the query, the head and the position of each row of a task."""
+    cdef const kv_given *given = given_of(task)
+    cdef kv_own *own = own_of(task)
+    cdef int r
+    for r in range(task.rows):
+        own.tokens[r] = kv_query_of(task.call, task.item, task.first_row + r)
+        own.q_heads[r] = task.head * task.call.group + (task.first_row + r) % task.call.group
+        own.query_at[r] = task.call.queries[own.tokens[r]].position
+        if given.request.slopes != NULL:
+            own.slopes[r] = given.request.slopes[own.q_heads[r]]
+
+
 cdef void read(kv_task *task) noexcept nogil:
     """Read what the task's rows see of its split of an item; see `kv_source`."""
     cdef const kv_call *call = task.call
@@ -50,16 +63,11 @@ cdef void read(kv_task *task) noexcept nogil:
     cdef kv_own *own = own_of(task)
     cdef kv_range rest
     cdef Py_ssize_t begin = item.end, end = 0, sinks_end = 0  # what all rows together see of the split
-    cdef Py_ssize_t token, split_begin = item.begin + task.split * item.split_tokens
+    cdef Py_ssize_t split_begin = item.begin + task.split * item.split_tokens
     cdef int r, step = step_of(task)
+    open_rows(task)
     for r in range(task.rows):
-        token = kv_query_of(call, item, task.first_row + r)
-        query = call.queries + token
-        own.tokens[r] = token
-        own.q_heads[r] = task.head * call.group + (task.first_row + r) % call.group
-        own.query_at[r] = query.position
-        if given.request.slopes != NULL:
-            own.slopes[r] = given.request.slopes[own.q_heads[r]]
+        query = call.queries + own.tokens[r]
         own.starts[r], own.stops[r], own.sink_stops[r] = query.start, query.stop, query.sink_stop
         begin = min(begin, query.start)
         end = max(end, query.stop)

@@ -2,7 +2,7 @@
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 
 from kvfast.attention.request cimport kv_request
-from kvfast.codec.blocks cimport kv_context, kv_layout
+from kvfast.codec.blocks cimport kv_context, kv_layout, kv_slab
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport (kv_kernels, kv_room, kv_rope_scratch, kv_score_options, kv_scratch, kv_side, kv_transform,
                                   kv_wide_scratch)
@@ -80,6 +80,31 @@ ctypedef struct kv_traffic:
     double operations          # multiplications and additions of scores and sums
 
 
+# A block of chosen tokens: a layout of blocks of KV_LANES tokens, as many as a tile has, which lie in memory of the task.
+ctypedef struct kv_gathered:
+    kv_layout layout
+    kv_slab slab
+    int tile                   # tokens; 0: the layout of the call needs none of this kind
+
+
+# What chosen tokens are read from: codes; keys of codes whose block has statistics, decoded; float rows.
+cdef enum:
+    KV_CODES
+    KV_DECODED_KEYS
+    KV_OWN_FLOATS
+    KV_NUM_KINDS
+
+
+# The tokens that were chosen for each query.
+ctypedef struct kv_chosen:
+    const int64_t *positions   # (queries, heads, most) ascending
+    const int64_t *counts      # (queries, heads) how many of them there are
+    Py_ssize_t heads, most     # 1 head: the same tokens for all KV heads
+    kv_gathered kinds[KV_NUM_KINDS]
+    char *room                 # (threads, room_bytes)
+    Py_ssize_t room_bytes
+
+
 # What a call is given besides what every walk has.
 ctypedef struct kv_given:
     const kv_layout *layout
@@ -93,6 +118,7 @@ ctypedef struct kv_given:
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
     uint16_t *decoded          # (threads, decoded_size) a tile of each thread, or NULL where rows are read where they lie
     Py_ssize_t decoded_size    # elements of a tile
+    const kv_chosen *chosen    # or NULL: queries see ranges of positions
     int *bad                   # set when a row of the output is not finite
     kv_traffic *traffic        # where `explain_plan` counts, else NULL
     kv_watch *watch            # or NULL
@@ -112,6 +138,7 @@ ctypedef struct kv_own:
     uint64_t ancestors[KV_TASK_ROWS]       # what each row has still to see of a tree
     kv_rope_scratch *rope      # or NULL
     uint16_t *decoded          # or NULL
+    char *gathered             # chosen tokens of the tile, or NULL
     float slopes[KV_TASK_ROWS]
     int64_t query_at[KV_TASK_ROWS]    # position of each row's query
     Py_ssize_t tokens[KV_TASK_ROWS]   # query of each row

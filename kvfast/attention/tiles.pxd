@@ -18,3 +18,4 @@ cdef void touch_first_floats(const kv_task *task) noexcept nogil
 cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil
 cdef void attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
                        const kv_range *following) noexcept nogil
+cdef void add_scores(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const float *weights, float *sums) noexcept nogil

@@ -91,6 +91,11 @@ cdef inline void _locate(const kv_task *task, const kv_layout *layout, Py_ssize_
     cdef Py_ssize_t index = position >> shift, last = (context.length - 1) >> shift, at
     cdef int32_t block, piece
     k.base = v.base = layout.base
+    if own_of(task).gathered != NULL and layout.base == own_of(task).gathered:  # chosen tokens, whose blocks follow each other
+        k.first = v.first = 0
+        for i in range(tile // KV_LANES):
+            k.at[i], v.at[i] = k_offset_of(layout, i, 0), v_offset_of(layout, i, 0)
+        return
     k.first = v.first = <int>(position & (layout.k.block_size - 1))
     for i in range(max(tile >> shift, 1)):
         at = min(index + i, last) >> coarser
@@ -256,6 +261,37 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
                 _aim(&ahead.after, &next_layout.v, next_values, next_tile, next_count)
                 ahead.lead = lead - v_bytes
             kernels.accumulate[v.dtype](v, state, task.rows, &values[now], &ahead, scratch.acc)
+        now = 1 - now
+        t = next_t
+
+
+cdef void add_scores(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const float *weights, float *sums) noexcept nogil:
+    """Add to the sum of each position the weighted scores of the task's rows, those above 0; see `indexer`. A NaN stays one."""
+    cdef const kv_kernels *kernels = task.call.kernels
+    cdef const kv_layout *layout = given_of(task).layout
+    cdef kv_scratch *scratch = task.narrow
+    cdef kv_ahead ahead
+    cdef kv_tile keys[2]
+    cdef kv_tile values   # there are none
+    cdef Py_ssize_t t = begin // given_of(task).tile * given_of(task).tile, next_t
+    cdef int now = 0, r, i, tile = given_of(task).tile
+    cdef const float *scores
+    cdef float score
+    kernels.prepare[layout.k.dtype](&layout.k, scratch.rows, task.rows, given_of(task).request.scale, &scratch.queries)
+    _locate(task, layout, t, tile, &keys[0], &values)
+    while t < end and not is_stopped(given_of(task).watch):
+        next_t = min(t + tile, end)
+        keys[now].count = <int>(next_t - t)
+        _locate(task, layout, next_t, tile, &keys[1 - now], &values)
+        _aim(&ahead.next, &layout.k, &keys[1 - now], tile, tile)
+        ahead.after, ahead.lead = ahead.next, 0
+        kernels.scores[layout.k.dtype](&layout.k, &scratch.queries, task.rows, &keys[now], &ahead, scratch.softmax.weights)
+        for r in range(task.rows):
+            scores = scratch.softmax.weights + r * KV_TILE
+            for i in range(keys[now].count):
+                score = scores[i]
+                sums[i] += weights[r] * (0 if score <= 0 else score)
+        sums += keys[now].count
         now = 1 - now
         t = next_t
 

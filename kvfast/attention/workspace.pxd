@@ -10,6 +10,7 @@ cdef enum:
     DECODED
     SCRATCH                    # pointers to the threads' scratch, while a call runs
     MEMBERS                    # of a batch
+    GATHERED                   # chosen tokens of each thread
     NUM_WORKSPACES
 
 

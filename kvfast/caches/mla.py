@@ -143,6 +143,8 @@ class LatentSequence:
         return_lse: bool = False,
         num_splits: int = 0,
         num_threads: int | None = None,
+        chosen: ArrayLike | None = None,
+        chosen_run: int = 1,
     ) -> Any:
         """Attention of the last tokens to all tokens of a layer, computed on the stored bytes. Outputs are latents.
 
@@ -160,7 +162,7 @@ class LatentSequence:
         scale : float, optional
             Factor of the scores, ``(latent_dim + rope_dim) ** -0.5`` by default. Models are trained with the scale of
             their own heads: ``192 ** -0.5`` for DeepSeek, whose heads have 128 + 64 elements.
-        causal, softcap, return_lse, num_splits, num_threads
+        causal, softcap, return_lse, num_splits, num_threads, chosen, chosen_run
             As in `KVCache.attend`.
 
         Returns
@@ -173,8 +175,58 @@ class LatentSequence:
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
         latent, rope = self._query_parts(q)
-        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits, num_threads)
+        options = Options(
+            out,
+            self._scale_or(scale),
+            causal,
+            softcap,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            num_threads=num_threads,
+            chosen=chosen,
+            chosen_run=chosen_run,
+        )
         return self._storage.attend(layer, latent, None, options, rope)
+
+    def top_k(self, layer: int, q: ArrayLike, weights: ArrayLike, k: int, *, num_threads: int | None = None) -> NDArray[np.int64]:
+        """The best positions for the last tokens by an indexer, whose keys are the rows of a layer, for the `chosen` of `attend`.
+
+        The score of a position is ``sum over heads h of weights[h] * max(q[h] . row, 0)``, the lightning indexer of DeepSeek-V3.2
+        (arXiv 2512.02556). A positive factor in it changes nothing.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_heads, latent_dim), float32, float16 or bfloat16
+            Queries of the indexer for the last `num_tokens` tokens of the layer (append their keys first). Each sees the keys up to
+            its own.
+        weights : array of shape (num_tokens, num_heads), float32, float16 or bfloat16
+        k : int
+        num_threads : int, optional
+            As in `KVCache.attend`.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, k), int64
+            Positions in ascending order, then -1 where a query sees fewer than `k`. Where scores are the same, lower positions come in.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
+        ValueError
+            For rows with a rotary part: make the cache of an indexer with ``rope_dim=0``.
+
+        Examples
+        --------
+        >>> import kvfast, numpy as np
+        >>> keys = kvfast.MLAKVCache(num_layers=1, latent_dim=4, rope_dim=0, dtype="float32")
+        >>> keys.append(0, np.float32([[3, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [3, 0, 0, 0], [2, 0, 0, 0]]))
+        >>> keys.top_k(0, np.float32([[[1, 0, 0, 0]]]), np.float32([[1]]), 3)
+        array([[0, 3, 4]])
+        """
+        if self.rope_dim:
+            raise ValueError(f"top_k needs rows without a rotary part, made with rope_dim=0, got rope_dim {self.rope_dim}")
+        return self._storage.top_k(layer, q, weights, k, num_threads)
 
     def explain(
         self,
@@ -186,6 +238,8 @@ class LatentSequence:
         causal: bool = True,
         num_splits: int = 0,
         num_threads: int | None = None,
+        chosen: ArrayLike | None = None,
+        chosen_run: int = 1,
     ) -> AttendPlan:
         """Plan of the `attend` call, which is not run; see `KVCache.explain`. Sizes in the plan leave out the rotary part.
 
@@ -198,7 +252,7 @@ class LatentSequence:
             Query heads, if `q` is a number of tokens.
         dtype : str or dtype
             dtype of the queries, if `q` is not an array.
-        causal, num_splits, num_threads
+        causal, num_splits, num_threads, chosen, chosen_run
             As in `attend`.
 
         Returns
@@ -206,7 +260,7 @@ class LatentSequence:
         AttendPlan
         """
         shape = self._latent_shape(q, num_q_heads)
-        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
+        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads, chosen=chosen, chosen_run=chosen_run)
         return self._storage.explain(layer, shape, None, dtype, options)
 
 

@@ -137,6 +137,8 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         return_lse: bool = False,
         num_splits: int = 0,
         num_threads: int | None = None,
+        chosen: ArrayLike | None = None,
+        chosen_run: int = 1,
     ) -> Any:
         """Attention of a ragged batch in latents; prompts and single tokens may be mixed.
 
@@ -149,7 +151,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         sequences, block_table, seq_lens, cu_seqlens_q, cascade
             As in `PagedKVCache.attend_batch`. A multiple of 16 query heads gains nothing from shared reading, so each
             sequence is then read separately.
-        out, scale, causal, softcap, return_lse, num_splits, num_threads
+        out, scale, causal, softcap, return_lse, num_splits, num_threads, chosen, chosen_run
             As in `MLAKVCache.attend`.
 
         Returns
@@ -163,7 +165,17 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
         latent, rope = self._query_parts(q)
-        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits, num_threads)
+        options = Options(
+            out,
+            self._scale_or(scale),
+            causal,
+            softcap,
+            return_lse=return_lse,
+            num_splits=num_splits,
+            num_threads=num_threads,
+            chosen=chosen,
+            chosen_run=chosen_run,
+        )
         return self._batches.attend_batch(
             layer, latent, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade, rope
         )
@@ -183,6 +195,8 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         causal: bool = True,
         num_splits: int = 0,
         num_threads: int | None = None,
+        chosen: ArrayLike | None = None,
+        chosen_run: int = 1,
     ) -> AttendPlan:
         """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
@@ -190,7 +204,8 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         ----------
         layer, q, num_q_heads, dtype
             As in `MLAKVCache.explain`.
-        sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, num_splits, num_threads
+        sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, num_splits, num_threads, \
+        chosen, chosen_run
             As in `attend_batch`.
 
         Returns
@@ -198,7 +213,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         AttendPlan
         """
         shape = self._latent_shape(q, num_q_heads)
-        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
+        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads, chosen=chosen, chosen_run=chosen_run)
         return self._batches.explain_batch(
             layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade
         )

@@ -126,6 +126,8 @@ class SequenceCache:
         spans: ArrayLike | None = None,
         clamp_spans: bool = False,
         parents: ArrayLike | None = None,
+        chosen: ArrayLike | None = None,
+        chosen_run: int = 1,
     ) -> Any:
         """Attention of the last tokens to all tokens of a layer, computed on the stored bytes.
 
@@ -171,6 +173,13 @@ class SequenceCache:
             The last tokens are a tree of drafts, at most 64: the parent of each is an earlier draft, or -1 for the last token before
             the tree. A draft sees the tokens before the tree, its own ancestors and itself. Its position is its depth in the
             tree: windows, chunks and `alibi_slopes` go by it, and the keys must have been rotated for it.
+        chosen : integers of shape (num_tokens, k) or (num_tokens, num_kv_heads, k), optional
+            The positions that each query reads, of all that it would see, in any order: those that an indexer has found best
+            (DeepSeek-V3.2). Rows that have fewer end in -1. No other key is read. With one row for each query, all KV heads read the
+            same. Goes without `parents` and `alibi_slopes`.
+        chosen_run : int
+            1, or 16: each position in `chosen` is then a multiple of 16, and stands for 16 tokens, of which a query reads those that
+            it sees. Whole runs are read at the speed of memory. A single token touches as many bytes of keys as its run does.
 
         Returns
         -------
@@ -197,6 +206,8 @@ class SequenceCache:
             spans,
             clamp_spans,
             parents,
+            chosen,
+            chosen_run,
         )
         return self._storage.attend(layer, *self._rotated(layer, q, options), options)
 
@@ -216,6 +227,8 @@ class SequenceCache:
         spans: ArrayLike | None = None,
         clamp_spans: bool = False,
         parents: ArrayLike | None = None,
+        chosen: ArrayLike | None = None,
+        chosen_run: int = 1,
     ) -> AttendPlan:
         """Plan of the `attend` call without running it: kernels, tasks, threads, bytes to read, and slow paths.
 
@@ -228,7 +241,8 @@ class SequenceCache:
             Query heads, if `q` is a number of tokens; one for each KV head by default.
         dtype : str or dtype
             dtype of the queries, if `q` is not an array.
-        causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size, spans, clamp_spans, parents
+        causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size, spans, clamp_spans, parents, \
+        chosen, chosen_run
             As in `attend`.
 
         Returns
@@ -260,6 +274,8 @@ class SequenceCache:
             spans=spans,
             clamp_spans=clamp_spans,
             parents=parents,
+            chosen=chosen,
+            chosen_run=chosen_run,
         )
         return self._storage.explain(layer, q, num_q_heads, dtype, options)
 

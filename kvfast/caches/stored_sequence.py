@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from kvfast.caches.snapshot import Snapshot, checked_metadata
@@ -13,7 +14,6 @@ from kvfast.storage.sequences.branches import keep_branch
 from kvfast.storage.settings import NAMES
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping
 
     import numpy as np
@@ -264,6 +264,7 @@ class StoredSequence:
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """
+        path = os.fspath(path)  # anything else is refused before the snapshot shares blocks
         self.snapshot(token_ids, metadata, uncounted=uncounted).save(path)
 
     def state_dict(self, *, uncounted: Literal["raise", "drop"] = "raise") -> dict[str, NDArray[Any]]:

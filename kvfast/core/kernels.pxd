@@ -182,6 +182,7 @@ cdef extern from "simd/kernels.h" nogil:
                          int kept, kv_room *room) noexcept nogil
         void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                            int to_slot, int values) noexcept nogil
+        void (*copy_run)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target, int values) noexcept nogil
         void (*rotate)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n, float *out,
                        Py_ssize_t out_stride) noexcept nogil
         void (*change_basis)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n, const float *matrix,

@@ -162,10 +162,4 @@ static inline void kv_store_nontemporal(const float *row, ptrdiff_t n, float *ta
     if (n) memcpy(target, row, (size_t)n * sizeof(float));
 }
 
-static inline void kv_put_nibble(uint8_t *byte, int code, int high)
-{
-    *byte = (uint8_t)(high ? (*byte & 0x0F) | code << 4 : (*byte & 0xF0) | code);
-}
-static inline int kv_get_nibble(const uint8_t *byte, int high) { return high ? *byte >> 4 : *byte & 0x0F; }
-
 #endif

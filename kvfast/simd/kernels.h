@@ -281,6 +281,8 @@ typedef struct {
     /* Copies a token's codes and scale into a block, perhaps of another size; `values`: it is the V side. */
     void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                        int to_slot, int values);
+    /* Copies KV_LANES tokens, from a slot on that is a multiple of them, and the statistics of their block, to a block of KV_LANES. */
+    void (*copy_run)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target, int values);
 
     /* Rotates rows: an orthogonal transform that is its own inverse and spreads each element over all. For n = 2^a m with
        m odd, the Hadamard transform of 2^a (Sylvester) x the Hartley transform of m. `out` may be the rows themselves. */

@@ -66,6 +66,7 @@
         .decode_v = KV(decode_v),                                                                                     \
         .seal_k = KV(seal_k),                                                                                         \
         .copy_token = KV(copy_token),                                                                                 \
+        .copy_run = KV(copy_run),                                                                                     \
         .rotate = KV(rotate),                                                                                         \
         .change_basis = KV(change_basis),                                                                             \
         .transform = KV(transform),                                                                                   \

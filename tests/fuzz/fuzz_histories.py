@@ -6,7 +6,7 @@ import tempfile
 import ml_dtypes
 import numpy as np
 from dict_store import DictStore
-from fuzz_inputs import as_given, often, one_of, told
+from fuzz_inputs import as_given, often, one_of, random_choice, told
 from fuzz_oracle import Finding, Side, check_output, contract, exact_attention, from_storage, norms, open_tokens
 from fuzz_refusals import check_uncounted
 
@@ -230,7 +230,7 @@ class World:
             options["num_threads"] = int(rng.integers(1, 4))
         return options
 
-    takes_windows = takes_spans = True
+    takes_windows = takes_spans = takes_chosen = True
 
     def spans(self, length, n, window):
         """A span or two with some of the last `n` positions. A ring may have dropped what is before them."""
@@ -265,6 +265,9 @@ class World:
         elif self.takes_spans and self.takes_windows and often(self.case.later, 0.1) and options.get("causal", True):
             drafts = int(self.case.later.integers(1, min(n, 64) + 1))
             options["parents"] = [int(self.case.later.integers(-1, i)) for i in range(drafts)]
+        elif self.takes_chosen and "alibi_slopes" not in options and often(self.case.later, 0.1):
+            defaults = {"sliding_window": window, "num_sink_tokens": self.num_sink_tokens if self.windows else 0}
+            options |= random_choice(self.case.later, track.layer_length(layer), n, self.heads, **defaults | options)
         out, out_dtype = self.random_out((n, num_q_heads, self.out_dim))
         self.case.note("attend", layer, n, num_q_heads, out_dtype, options)
         try:

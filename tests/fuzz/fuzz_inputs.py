@@ -165,3 +165,19 @@ def as_given(rng, rows, dtypes=True):
         given = rows.copy()
         given.flags.writeable = False
     return given, np.asarray(rows, np.float32)
+
+
+def random_choice(rng, length, n, heads, sliding_window=None, num_sink_tokens=0, attention_chunk_size=None, causal=True, **others):
+    """Options of `attend`: some of the positions that each of the last `n` queries sees, or some of their runs."""
+    run, heads, held = int(one_of(rng, [1, 16])), int(one_of(rng, [1, heads])), np.arange(length)
+    choices = np.full((n, heads, int(one_of(rng, [1, 5, 40, 300]))), -1)
+    for i, at in enumerate(range(length - n, length)):
+        first = max(at + 1 - sliding_window if sliding_window else 0, 0)
+        if attention_chunk_size:
+            first = max(first, at // attention_chunk_size * attention_chunk_size)
+        seen = (held >= first) | (held < (num_sink_tokens or 0))
+        runs = np.unique(held[seen & (held <= at) if causal else seen] // run * run)
+        for head in range(heads):
+            some = rng.choice(runs, min(len(runs), choices.shape[2], int(rng.integers(1, 400))), replace=False)
+            choices[i, head, rng.permutation(choices.shape[2])[: len(some)]] = some
+    return {"chosen": choices[:, 0] if heads == 1 else choices, "chosen_run": run}

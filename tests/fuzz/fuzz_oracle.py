@@ -8,7 +8,7 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-from reference import tree
+from reference import among, tree
 
 INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
 NOTHING = 1e-28  # queries and values below may count as nothing
@@ -183,6 +183,8 @@ def exact_attention(
     spans=None,
     clamp_spans=False,
     parents=None,
+    chosen=None,
+    chosen_run=1,
 ):
     """Attention of queries at the positions `at` to keys at `positions`; otherwise as `reference.attention`."""
     q, k, v = (one.astype(np.float64) for one in (q, k, v))
@@ -219,8 +221,9 @@ def exact_attention(
         hidden = hidden | gone
     if parents:
         hidden = hidden | unrelated
-    score[..., hidden] = -np.inf
-    size[..., hidden] = 0
+    if chosen is not None:
+        hidden = hidden | ~among(rows, chosen, chosen_run)[:, None]
+    score, size = np.where(hidden, -np.inf, score), np.where(hidden, 0, size)
     top, largest = score.max(-1), size.max(-1)
     if sinks is not None:
         logit = np.asarray(sinks, np.float64).reshape(heads, group, 1)

@@ -13,7 +13,7 @@ from kvfast.codec.multi_head import signs_of
 class HeadsWorld(World):
     """A MultiHeadKVCache, token by token."""
 
-    name, takes_windows = "MultiHeadKVCache", False
+    name, takes_windows, takes_chosen = "MultiHeadKVCache", False, False
 
     def run(self):
         rng = self.rng

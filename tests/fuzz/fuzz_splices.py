@@ -18,7 +18,7 @@ DOCUMENTS = [1, 5, 17, 40, 64, 65, 100, 130]
 class SplicedWorld(SingleWorld):
     """Documents in one cache: keys as they are shown, values as they were given, and each query by itself."""
 
-    name, takes_spans = "spliced KVCache", False  # `attend` refuses them there
+    name, takes_spans, takes_chosen = "spliced KVCache", False, False  # `attend` refuses them there
 
     def __init__(self, case):
         super().__init__(case)

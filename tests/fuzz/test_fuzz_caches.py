@@ -67,6 +67,8 @@ def test_exact_attention_is_that_of_the_reference(rng):
         {"spans": [(0, 2), (6, 8)], "sliding_window": 3},
         {"spans": [(0, 9)], "sliding_window": 3, "clamp_spans": True},
         {"parents": [-1, -1, 0, 1], "sliding_window": 3, "alibi_slopes": rng.random(6)},
+        {"chosen": [[0, 5], [6, -1], [3, 4], [8, 0]], "softcap": 2.0},
+        {"chosen": rng.permuted(np.tile(np.arange(5), (4, 2, 1)), axis=2)[..., :3], "sinks": rng.standard_normal(6)},
         {"sinks": rng.standard_normal(6), "alibi_slopes": rng.random(6)},
     ):
         out, lse = reference.attention(q, k, v, **options)

@@ -21,6 +21,8 @@ def attention(
     spans=None,
     clamp_spans=False,
     parents=None,
+    chosen=None,
+    chosen_run=1,
 ):
     """Attention of the last tokens: q (n, Hq, D), k (L, Hkv, D), v (L, Hkv, E) -> out (n, Hq, E), lse (n, Hq)."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
@@ -43,6 +45,7 @@ def attention(
     if clamp_spans:
         hidden = hidden | gone
     hidden = hidden | unrelated
+    hidden = hidden[None] | (False if chosen is None else ~among(np.arange(length), chosen, chosen_run))
     out, lse = np.zeros((n, num_q_heads, v.shape[2])), np.zeros((n, num_q_heads))
     for kv_head in range(num_kv_heads):  # with all heads of queries that read it
         heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -52,7 +55,7 @@ def attention(
             score = softcap * np.tanh(score / softcap)
         if alibi_slopes is not None:
             score += np.asarray(alibi_slopes[heads], np.float64)[:, None, None] * (key - at)
-        score[:, hidden] = -np.inf
+        score[:, hidden[kv_head % len(hidden)]] = -np.inf
         top = score.max(2)
         if sinks is not None:
             sink = np.asarray(sinks[heads], np.float64)[:, None]
@@ -65,6 +68,13 @@ def attention(
         out[:, heads] = (weight.reshape(group * n, length) @ v[:, kv_head]).reshape(group, n, -1).swapaxes(0, 1)
         lse[:, heads] = (top + np.log(total)).T
     return out, lse
+
+
+def among(positions, chosen, run=1):
+    """Which positions are chosen, (KV heads or 1, queries, positions)."""
+    chosen = np.asarray(chosen)
+    chosen = chosen[:, None] if chosen.ndim == 2 else chosen
+    return (chosen.swapaxes(0, 1)[..., None] == positions // run * run).any(2)
 
 
 def tree(length, n, parents):

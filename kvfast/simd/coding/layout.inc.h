@@ -201,7 +201,7 @@ static void KV(copy_token)(const kv_side *side, const char *source, int slot, co
 {
     values &= !side->as_keys;
     if (side->family == KV_FLOAT_ROWS) {
-        memcpy(target + to_slot * to->row_stride, source + slot * side->row_stride, (size_t)side->row_stride);
+        memcpy(target + to_slot * to->row_stride, source + slot * side->row_stride, (size_t)to->row_stride);
         return;
     }
     memcpy(target + to->scales + to_slot * to->scale_bytes, source + side->scales + slot * side->scale_bytes,
@@ -218,10 +218,27 @@ static void KV(copy_token)(const kv_side *side, const char *source, int slot, co
                    KV(locate)(from, side->padded_dim, slot, d, per_line), 4);
         return;
     }
-    for (int d = 0; d < side->padded_dim; d++) {
-        const uint8_t *code = KV(locate)(from, side->block_size, d, slot, per_line);
-        uint8_t *place = KV(locate)(into, to->block_size, d, to_slot, per_line);
-        if (per_line == 4) *place = *code;
-        else kv_put_nibble(place, kv_get_nibble(code, slot / 4 % 2), to_slot / 4 % 2);
+    uint8_t codes[KV_MAX_HEAD_DIM];
+    uint8_t *line = KV(locate)(into, to->block_size, 0, to_slot, per_line) - to_slot % 4;
+    KV(get_v)(side, source, slot, codes);
+    for (int d = 0; d < side->padded_dim; d += KV_LANES, line += to->block_size / per_line * 64)
+        if (per_line == 4) kv_put_column(line, codes + d, 0xFF, to_slot % 4 * 8);
+        else kv_put_column(line, codes + d, 15, to_slot % 4 * 8 + to_slot / 4 % 2 * 4);
+}
+
+/* Copies KV_LANES tokens, from a slot on that is a multiple of them, to a block of as many: their lines, and the block's statistics. */
+static void KV(copy_run)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target, int values)
+{
+    if (side->family == KV_FLOAT_ROWS) {
+        for (int t = 0; t < KV_LANES; t++)
+            memcpy(target + t * to->row_stride, source + (slot + t) * side->row_stride, (size_t)to->row_stride);
+        return;
     }
+    const ptrdiff_t token = 2 * kv_dtypes[side->dtype].bits, lane_tiles = side->padded_dim / KV_LANES; /* of 16 depths */
+    if (values && !side->as_keys)
+        for (ptrdiff_t i = 0; i < lane_tiles; i++)
+            memcpy(target + i * KV_LANES * token, source + (i * side->block_size + slot) * token, (size_t)(KV_LANES * token));
+    else memcpy(target, source + slot * lane_tiles * token, (size_t)(KV_LANES * lane_tiles * token));
+    memcpy(target + to->scales, source + side->scales + slot * side->scale_bytes, (size_t)(KV_LANES * side->scale_bytes));
+    if (side->means) memcpy(target + to->means, source + side->means, (size_t)(side->bytes - side->means));
 }

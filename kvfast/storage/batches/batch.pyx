@@ -312,6 +312,8 @@ cdef class PagedBatches(PagedSequences):
                 raise ValueError("spans are not for a spliced sequence, whose tokens come from several texts")
             if request.parents is not None:
                 raise ValueError("parents are not for a spliced sequence")
+            if request.chosen is not None:
+                raise ValueError("chosen is not for a spliced sequence")
             plan_spliced(plan, spliced)
         members = <kv_member *>plan.workspace.reserve(MEMBERS, count * sizeof(kv_member))
         if members == NULL:
@@ -343,7 +345,10 @@ cdef class PagedBatches(PagedSequences):
             if tables is not None and member.num_queries:
                 check_held(table, plan, member.first_query)
 
-        if plan.given.layout.latent and plan.call.group % KV_ROWS == 0:
+        plan.choose(request)
+        if request.chosen is not None:
+            cascade = False  # no two queries read the same
+        elif plan.given.layout.latent and plan.call.group % KV_ROWS == 0:
             cascade = False  # each query has whole passes of its own: to read together would save only bytes, and there are few
         if cascade and request.c.window == 0 and request.c.chunk == 0 and count > 1:
             if prefixes is None:

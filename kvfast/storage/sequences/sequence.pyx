@@ -2,6 +2,7 @@
 """The storage of one sequence: append, attend, truncate. The caches are thin layers over it."""
 import numpy as np
 
+from kvfast.attention.indexer cimport best_positions
 from kvfast.attention.options cimport Options
 from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request
@@ -108,6 +109,19 @@ cdef class SequenceStorage(SequenceTables):
         finally:
             self.leave_reading()
 
+    def top_k(self, index, q, weights, k, num_threads):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef kv_context context
+        self.enter_reading()
+        try:
+            table.context(layer, &context)
+            if context.length == 0:
+                raise ValueError(f"layer {index} holds no tokens to choose from")
+            return best_positions(&table.pool.layouts[layer], &context, q, weights, k, num_threads)
+        finally:
+            self.leave_reading()
+
     def explain(self, index, q, num_q_heads, dtype, Options options):
         """The AttendPlan of `attend` for an array, a shape, or a number of tokens."""
         cdef Py_ssize_t layer
@@ -150,12 +164,15 @@ cdef class SequenceStorage(SequenceTables):
                 raise ValueError("parents are not for a spliced sequence")
             plan.use_parents(request.parents, "parents", request.c.q.tokens)
         if self.segments is not None:
+            if request.chosen is not None:
+                raise ValueError("chosen is not for a spliced sequence")
             reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, request.c.q.tokens)
             plan_spliced(plan, [reader])
             ask_spliced(plan, [reader])
             return plan
         plan.ask(&context, 0, request.c.q.tokens)
         check_held(table, plan, 0)
+        plan.choose(request)
         plan.add(&context, 0, request.c.q.tokens, 0, 0)
         return plan
 

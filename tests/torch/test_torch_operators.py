@@ -43,7 +43,7 @@ def filled(dtype, **options):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("of_queries", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_bits_of_a_pool(dtype, of_queries):
-    """Of its own memory, for prompts and single tokens, with all options."""
+    """A pool with memory of its own has them, too: for prompts and single tokens, with all options."""
     pool = kvfast.PagedKVCache(1, 2, 64, 4, 64, dtype)
     pool.append_batch(0, rows(2), rows(2, seed=1), SLOTS.numpy())
     blocks, q, sinks = filled(dtype), rows(8, 4, dtype=of_queries), torch.linspace(-1, 1, 8)

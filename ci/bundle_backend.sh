@@ -6,7 +6,8 @@ sources=$(ci/ggml_sources.sh)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet "$1"
+cp -r "$1" "$work/copy" # building leaves files
+"$work/venv/bin/pip" install --quiet "$work/copy"
 cd "$work"
 for tree in "$@"; do
     venv/bin/python - "$sources" "$tree" <<'END_OF_PROGRAM'

@@ -30,6 +30,7 @@ WORDS = {
     "evaluation": "perplexity, KL divergence, retrieval, calibration of a text, reports",
     "llama": "the example runtime",
     "llama_cpp": "a backend for llama.cpp",
+    "torch": "operators of PyTorch",
     "transformers": "a cache for Hugging Face",
     "vllm": "attention for vLLM",
     "cli": "python -m kvfast, bench",

@@ -28,7 +28,7 @@ FLOORS = (
     ("planning",),
     ("__init__",),  # the public names, which is what those above use
     ("evaluation",),
-    ("llama", "llama_cpp", "transformers", "vllm"),
+    ("llama", "llama_cpp", "torch", "transformers", "vllm"),
     ("cli",),
     ("__main__",),
 )

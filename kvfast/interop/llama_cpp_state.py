@@ -7,7 +7,8 @@ windows, no recurrent layers)::
     data    u32 0xaf143cd8, i32 sequence; then the cache
 
 `kvfast.interop.llama_cpp_form` describes the cache. These numbers are the only sign of the llama.cpp version that wrote a state. Other
-numbers are refused, and the error names them.
+numbers are refused, and the error names them. Files of version 2 (llama-cpp-python 0.3.30) differ in this number alone for the models
+that kvfast reads, and are read as well.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvfast.core.text import each, shown
+from kvfast.core.text import each, one_of, shown
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.interop.ggml import TYPES, _type, from_ggml, row_bytes, to_ggml
 from kvfast.interop.llama_cpp_form import Form, Part, Reader
 
 __all__ = ["LlamaCppState", "read_state", "write_state"]
 
-FILE_MAGIC, FILE_VERSION = 0x67677371, 3
+FILE_MAGIC, FILE_VERSION, READ_VERSIONS = 0x67677371, 3, (2, 3)
 DATA_MAGIC = 0xAF143CD8
 
 
@@ -151,8 +152,10 @@ def _token_ids(reader):
     """The token ids of a file, or None for data, whose head is read."""
     magic, number = reader.numbers("II", "its head")
     if magic == FILE_MAGIC:
-        if number != FILE_VERSION:
-            raise IncompatibleSnapshotError(f"a state file of llama.cpp must have version {FILE_VERSION}, got version {number}")
+        if number not in READ_VERSIONS:
+            raise IncompatibleSnapshotError(
+                f"a state file of llama.cpp must have version {one_of(READ_VERSIONS)}, got version {number}"
+            )
         (count,) = reader.numbers("I", "the number of tokens")
         return np.frombuffer(reader.take(4 * count, "the tokens"), "<i4").copy()
     if magic != DATA_MAGIC:

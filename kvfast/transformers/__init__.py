@@ -1,6 +1,6 @@
 """kvfast in Hugging Face transformers: a cache for ``generate``, and attention straight on its bytes.
 
-    spans -> masks, received -> rows -> attention -> layers -> cache
+    versions, spans -> masks, received -> rows -> attention -> layers -> cache -> trial
 
 >>> import kvfast.transformers
 >>> from transformers import AutoModelForCausalLM
@@ -16,7 +16,7 @@ have sliding windows. A row holds its own tokens and no padding; beams share blo
 is something else, such as Mamba's, are transformers' own, in the same cache.
 """
 
-from kvfast.transformers.versions import check_versions
+from kvfast.transformers.versions import check_versions, installed_version, needs_trial, tell
 
 check_versions()  # before what follows imports them
 
@@ -24,5 +24,9 @@ from kvfast.transformers.attention import register
 from kvfast.transformers.cache import KVFastCache
 
 register()
+if needs_trial(installed_version("transformers")):
+    from kvfast.transformers.trial import difference
+
+    tell(installed_version("transformers"), difference())
 
 __all__ = ["KVFastCache"]

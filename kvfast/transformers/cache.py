@@ -18,6 +18,7 @@ from kvfast.transformers.attention import NAME
 from kvfast.transformers.layers import KINDS, new_layer
 from kvfast.transformers.rows import Rows
 from kvfast.transformers.states import LayerStates, Recomputing
+from kvfast.transformers.versions import asks_for_states
 
 __all__ = ["KVFastCache"]
 
@@ -121,6 +122,11 @@ class KVFastCache(Cache):
             raise ValueError(
                 f"no layer of {config.model_type} has keys and values, which a KVFastCache needs: use transformers' "
                 f"DynamicCache(config=model.config)"
+            )
+        if any(kind.has_state for kind in kinds) and not asks_for_states():
+            raise ValueError(
+                f"KVFastCache needs transformers 5.21 or later for models with recurrent layers, such as {config.model_type}: "
+                f'pip install "transformers>=5.21,<6"'
             )
         windows = [options[index].get("sliding_window") for index in stored]
         chunks = [window if layer_types[index] == "chunked_attention" else None for index, window in zip(stored, windows)]

@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvfast.transformers.attention import NAME, as_numpy
 from kvfast.transformers.received import Received
+from kvfast.transformers.versions import dummy_layer
 
 
 class StoredLayer(CacheLayerMixin):
@@ -115,4 +116,4 @@ def new_layer(kind, index, number_of_states, of, max_seq_len):
     """A layer of a kind; `index` is its place among those with rows, `of` the configuration and the rows."""
     if kind.has_rows:
         return HybridLayer(*of, index, max_seq_len, number_of_states) if kind.has_state else StoredLayer(*of, index, max_seq_len)
-    return LinearAttentionLayer(number_of_states) if kind.has_state else DummyLayer()
+    return LinearAttentionLayer(number_of_states) if kind.has_state else dummy_layer()

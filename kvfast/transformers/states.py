@@ -14,6 +14,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvfast.caches.stored_sequence import storage_in
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import IncompatibleSnapshotError, MissingCheckpointError
+from kvfast.transformers.versions import cache_argument
 
 # Models that transformers computes otherwise in pieces than at once.
 NOT_IN_PIECES = {
@@ -72,7 +73,7 @@ class Recomputing:
         # Some models count positions from 0 without them, others know none.
         options = {"position_ids": torch.arange(first, last)[None]} if "position_ids" in signature(model.forward).parameters else {}
         with torch.no_grad():
-            model(torch.tensor([token_ids]), cache=cache, **options)
+            model(torch.tensor([token_ids]), **{cache_argument(): cache}, **options)
 
     def cut(self, n):
         """Forget the tokens from position `n` on."""

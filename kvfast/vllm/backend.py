@@ -16,10 +16,11 @@ from vllm.v1.kv_cache_interface import KVCacheLayout, SlidingWindowSpec
 
 from kvfast import NonFiniteInputError, PagedKVCache
 from kvfast.planning.key_bias import key_bias_note
-from kvfast.vllm.formats import BLOCK_SIZES, NAMES, Directions, block_sizes, content_bytes, format_of
+from kvfast.vllm import trial, versions
+from kvfast.vllm.formats import NAMES, Directions, block_sizes, block_sizes_of_all, content_bytes, format_of
 from kvfast.vllm.hybrids import Hybrids, finer, interleaved, layers_of_block
 from kvfast.vllm.memory import GroupMemory, arrays_of
-from kvfast.vllm.versions import CONNECTOR
+from kvfast.vllm.registration import CONNECTOR
 
 logger = init_logger("vllm.kvfast")
 
@@ -29,14 +30,14 @@ class KVFastBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
-        if kv_cache_spec is None:
-            return list(BLOCK_SIZES)
+        if kv_cache_spec is None and not versions.Untested.is_off:
+            return block_sizes_of_all()
         fmt = format_of(kv_cache_spec)
         if fmt is not None and layers_of_block() > 1 and kv_cache_spec.block_size % block_sizes(fmt)[0] == 0:
             return [kv_cache_spec.block_size]  # vLLM cuts no blocks that layers share, the pool does
         if fmt is not None:
             return block_sizes(fmt)
-        return CPUAttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
+        return versions.own_block_sizes(CPUAttentionBackend, kv_cache_spec)
 
     @classmethod
     def get_supported_head_sizes(cls):
@@ -140,11 +141,6 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 "request, or int8_per_token_head give the same tokens",
                 vllm_config.cache_config.cache_dtype,
             )
-        bias = key_bias_note(
-            vllm_config.model_config.hf_text_config.model_type, {vllm_config.cache_config.cache_dtype: fmt}, "int4_per_token_head"
-        )
-        if bias is not None:
-            logger.warning_once("%s", bias)
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         named = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         layers = [named[name] for name in layer_names]
@@ -172,12 +168,17 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             )
 
         self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs, cut)
-        logger.info_once(
-            "kvfast keeps the KV cache as %s, %d bytes per token and KV head (kv_cache_dtype=%s)",
-            str(fmt),
-            content_bytes(kv_cache_spec, fmt),
-            vllm_config.cache_config.cache_dtype,
-        )
+        if trial.LAYER not in layer_names:
+            self._say(fmt)
+
+    def _say(self, fmt):
+        """Say how the cache is kept, and warn where that is unwise."""
+        dtype = self.vllm_config.cache_config.cache_dtype
+        bias = key_bias_note(self.vllm_config.model_config.hf_text_config.model_type, {dtype: fmt}, "int4_per_token_head")
+        if bias is not None:
+            logger.warning_once("%s", bias)
+        size = content_bytes(self.kv_cache_spec, fmt)
+        logger.info_once("kvfast keeps the KV cache as %s, %d bytes per token and KV head (kv_cache_dtype=%s)", str(fmt), size, dtype)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         if self._memory is None:
@@ -207,6 +208,13 @@ class KVFastImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
+        if versions.Untested.needs_trial:
+            trial.hold(KVFastBackend)
+        if versions.Untested.is_off and self.kv_cache_dtype not in CPUAttentionBackend.supported_kv_cache_dtypes:
+            raise ValueError(
+                f"vLLM's own backend has no kv_cache_dtype={self.kv_cache_dtype}, and kvfast switched itself off, as the log says: choose "
+                f"another, or vLLM {versions.tested_text()}, which kvfast was tested with"
+            )
         config = Hybrids.config = get_current_vllm_config()
         if config.attention_config.use_non_causal or config.diffusion_config is not None:
             Directions.sees_later_tokens = True

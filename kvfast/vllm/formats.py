@@ -1,11 +1,13 @@
 """Which format of kvfast a layer of vLLM has."""
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
 from kvfast import KVFormat
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.planning.engine import VLLM_FORMATS, vllm_format
+from kvfast.vllm import versions
 
 BLOCK_SIZES = (32, 64, 128, 256)
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -25,8 +27,9 @@ class Directions:
 
 def format_of(spec):
     """The KVFormat of a layer's KVCacheSpec, or None for what vLLM's own backend carries: fp8, layers that are neither causal nor
-    windowed self-attention, and windows of models whose queries also see later tokens: those of vLLM then have two sides."""
-    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+    windowed self-attention, and windows of models whose queries also see later tokens: those of vLLM then have two sides. Nothing is
+    carried after a trial that failed."""
+    if versions.Untested.is_off or type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
         return None
     if type(spec) is SlidingWindowSpec and Directions.sees_later_tokens:
         return None
@@ -40,6 +43,14 @@ def format_of(spec):
 def block_sizes(fmt):
     """Those that vLLM may choose from."""
     return list(BLOCK_SIZES) if fmt.block_size is None else [fmt.block_size]
+
+
+def block_sizes_of_all():
+    """Those that vLLM may choose from where it does not say for which layers it asks."""
+    config = None if versions.tells_specs() else get_current_vllm_config_or_none()
+    if config is None:
+        return list(BLOCK_SIZES)
+    return block_sizes(VLLM_FORMATS[MODES.get(get_kv_quant_mode(config.cache_config.cache_dtype), "auto")])
 
 
 def content_bytes(spec, fmt):
@@ -63,6 +74,8 @@ def latent_format_of(spec):
 
 def latent_block_sizes(spec):
     """Those that vLLM may choose from for latent rows."""
+    if spec is None and not versions.tells_specs():
+        return SMALLEST_LATENT_BLOCK, *BLOCK_SIZES
     return BLOCK_SIZES if spec is None or spec.block_size % BLOCK_SIZES[0] == 0 else (SMALLEST_LATENT_BLOCK,)
 
 

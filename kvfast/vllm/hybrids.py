@@ -12,6 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, get_kv_quant_mode
 
+from kvfast.vllm import versions
 from kvfast.vllm.formats import content_bytes, format_of
 
 # Not the modes of turboquant: in them vLLM computes the bytes of a token without asking the plugin.
@@ -26,9 +27,15 @@ class Hybrids:
 
 
 def layers_of_block():
-    """How many layers have their keys and values side by side in one block. 1 where blocks are of one layer, as vLLM has them."""
+    """How many layers have their keys and values side by side in one block. 1 where blocks are of one layer, as vLLM has them, and
+    where vLLM does not say for which layers it asks for sizes of blocks."""
     config = Hybrids.config
-    if config is None or not config.model_config.is_hybrid or get_kv_quant_mode(config.cache_config.cache_dtype) not in _MODES:
+    if (
+        config is None
+        or not versions.tells_specs()
+        or not config.model_config.is_hybrid
+        or get_kv_quant_mode(config.cache_config.cache_dtype) not in _MODES
+    ):
         return 1
     if (
         config.cache_config.kv_cache_dtype_skip_layers

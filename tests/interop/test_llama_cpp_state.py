@@ -113,6 +113,17 @@ def test_states_that_do_not_fit(rng):
         write_state(ring)
 
 
+def test_files_of_an_older_version(rng):
+    """llama-cpp-python 0.3.30 writes them: they differ in the number of the version alone."""
+    data = write_state(filled(rng, tokens=3, dim=4, layers=2), "f32", token_ids=[1, 2, 3])
+    older = data[:4] + struct.pack("<I", 2) + data[8:]
+    state, expected = read_state(older), read_state(data)
+    assert state.token_ids.tolist() == [1, 2, 3]
+    assert all(np.array_equal(*both) for both in zip((*state.k, *state.v), (*expected.k, *expected.v)))
+    with pytest.raises(IncompatibleSnapshotError, match="version 2 or 3, got version 4"):
+        read_state(data[:4] + struct.pack("<I", 4) + data[8:])
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_damaged_states(rng, transposed, tmp_path):
     """Whatever the bytes, an error of ours, and no more memory than the bytes."""

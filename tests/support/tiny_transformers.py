@@ -13,6 +13,7 @@ with warnings.catch_warnings():  # of the two about each other
     torch = pytest.importorskip("torch", reason="needs the extra packages of kvfast[transformers]")
     transformers = pytest.importorskip("transformers", reason="needs the extra packages of kvfast[transformers]")
     from kvfast.transformers import KVFastCache
+    from kvfast.transformers.versions import cache_argument
 
 transformers.logging.set_verbosity_error()
 # Neither of the two is ours to mend.
@@ -95,10 +96,12 @@ def stock(model, ids, mask, **options):
 def ours(model, ids, mask, cache=None, **options):
     model.set_attn_implementation("kvfast")
     cache = KVFastCache(model.config, "float32") if cache is None else cache
-    return model.generate(ids, attention_mask=mask, cache=cache, **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | options)
+    return model.generate(
+        ids, attention_mask=mask, **{cache_argument(): cache}, **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
+    )
 
 
 def logits(model, ids, implementation, cache, mask=None):
     model.set_attn_implementation(implementation)
     with torch.no_grad():
-        return model(ids, attention_mask=mask, cache=cache).logits
+        return model(ids, attention_mask=mask, **{cache_argument(): cache}).logits

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import kvfast.vllm
-from kvfast.vllm import versions
+from kvfast.vllm import registration
 
 SMALL = {
     "vocab_size": 512,
@@ -127,8 +127,9 @@ def in_engine(folder, use, **options):
     # vLLM looks for its kernels in vars() of all that modules hold. That of llvmlite's library, which drafts of n-grams import, is not a dict.
     if "llvmlite.binding.ffi" in sys.modules:
         sys.modules["llvmlite.binding.ffi"]._lib_fn_wrapper.get = lambda self, name: None
-    for name in versions.BACKENDS:
-        AttentionBackendEnum[name].clear_override()
+    for part in registration.BACKENDS.values():
+        for name in part:
+            AttentionBackendEnum[name].clear_override()
     selector._cached_get_attn_backend.cache_clear()
     kvfast.vllm.register()
     options = {

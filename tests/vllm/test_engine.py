@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import importlib.metadata
-import logging
 import random
 import shutil
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from vllm_engines import MODELS, generate, in_engine, layers_of
 
 import kvfast
 from kvfast.core.kernels import cpu_features
-from kvfast.vllm import backend, formats, versions
+from kvfast.vllm import backend, formats
 
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -177,28 +176,6 @@ def test_layers_with_windows_have_blocks_of_the_same_size(folder_of):
         assert len({pool.dtype for pool in pools_of(llm)}) == 2
 
     in_engine(folder_of("gemma3"), use, kv_cache_dtype="int4_per_token_head", enable_prefix_caching=False)
-
-
-def test_what_is_not_known_is_left_to_vllm(monkeypatch, caplog):
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    entry = AttentionBackendEnum.CPU_ATTN
-    entry.clear_override()
-    monkeypatch.setenv("KVFAST_VLLM", "off")
-    kvfast.vllm.register()
-    assert not entry.is_overridden()
-    monkeypatch.delenv("KVFAST_VLLM")
-    monkeypatch.setattr(versions, "installed_version", lambda: "9.1.0")
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
-        kvfast.vllm.register()
-    assert not entry.is_overridden()
-    assert {record.getMessage() for record in caplog.records} == {
-        "kvfast leaves attention to vLLM's own backend: it was tested with vLLM 0.32, and 9.1.0 is installed"
-    }
-    monkeypatch.undo()
-    kvfast.vllm.register()
-    assert entry.is_overridden()
 
 
 def test_vllm_finds_the_plugin():

@@ -9,13 +9,14 @@ from math import lcm
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
+from kvfast.core.capabilities import minor_of
 from kvfast.files import state
 from kvfast.files.cache_file import need_files
 from kvfast.prompts import weights
 from kvfast.prompts.patient import PatientStore
 from kvfast.prompts.stores import open_store
 from kvfast.vllm.formats import format_of
-from kvfast.vllm.versions import TESTED
+from kvfast.vllm.versions import installed_version
 
 # Seconds to wait for a store while no request computes: the steps of an idle engine keep the interpreter from the threads that fetch.
 IDLE_WAIT = 0.005
@@ -115,7 +116,8 @@ def settings_text(vllm_config, kv_cache_config, options):
     # vLLM's own layouts depend on the processor, those of kvfast do not.
     own = [torch.backends.cpu.get_cpu_capability() for spec in specs if format_of(spec) is None]
     model = model_name(vllm_config) if options.model is None else options.model
-    return json.dumps(["vllm", TESTED, state.VERSION, model, vllm_config.cache_config.cache_dtype, [repr(one) for one in specs], own])
+    version, dtype = minor_of(installed_version()), vllm_config.cache_config.cache_dtype
+    return json.dumps(["vllm", version, state.VERSION, model, dtype, [repr(one) for one in specs], own])
 
 
 def model_name(vllm_config):

@@ -1,0 +1,74 @@
+"""What a library has of that which kvfast uses of it. Versions tell little: some change every few weeks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from inspect import signature
+from typing import Any
+
+# What calls of a library raise that has changed.
+FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def missing(used: Mapping[str, Mapping[str, Collection[str]]]) -> str | None:
+    """The first thing that is not there, in words; or None.
+
+    Parameters
+    ----------
+    used : dict
+        Of each module, what is used of it (a name, or several with points between), and attributes, fields or parameters of that.
+
+    Examples
+    --------
+    >>> from kvfast.core.capabilities import missing
+    >>> missing({"json": {"dumps": ["obj", "indent"], "JSONEncoder.encode": []}})
+    >>> missing({"json": {"dumps": ["colour"]}})
+    'dumps of json has no colour'
+    """
+    for module, names in used.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            return f"{module} cannot be imported ({error})"
+        for name, details in names.items():
+            one: Any = found
+            for step in name.split("."):
+                one = getattr(one, step, None)
+            if one is None:
+                return f"{module} has no {name}"
+            for detail in details:
+                if not _has(one, detail):
+                    return f"{name} of {module} has no {detail}"
+    return None
+
+
+def _has(one, detail):
+    """Whether something has an attribute, a field or a parameter of a name."""
+    if hasattr(one, detail) or (is_dataclass(one) and detail in {field.name for field in fields(one)}):
+        return True
+    return detail in signature(one).parameters
+
+
+def installed_version(*packages: str) -> str | None:
+    """The version of the first of some packages that is installed, or None."""
+    for name in packages:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return None
+
+
+def minor_of(version: str) -> tuple[int, int]:
+    """The version without what changes no interface, as numbers."""
+    major, minor = (int("".join(filter(str.isdigit, part)) or 0) for part in f"{version}.0".split(".")[:2])
+    return major, minor
+
+
+def versions_text(minors: Iterable[tuple[int, int]]) -> str:
+    """Versions for reading: ``0.30, 0.31 and 0.32``."""
+    *most, last = [f"{major}.{minor}" for major, minor in minors]
+    return f"{', '.join(most)} and {last}" if most else last

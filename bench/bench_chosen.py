@@ -60,6 +60,18 @@ def main():
             for name, row in zip(("runs of 16", "single tokens"), times):
                 parts = ", ".join(f"{context // 1024}k {one:.2f} ms" for context, one in zip(CONTEXTS, row))
                 print(f"{dtype:9s} {name:13s} {parts}: {row[1] / row[0]:.2f}x, {row[2] / row[0]:.2f}x; all of it {whole:.1f} ms")
+            del cache
+            index(dtype, rng)
+
+
+def index(dtype, rng):
+    """The indexer's time for one token, and the rate at which it reads its keys."""
+    q, weights = rng.standard_normal((1, INDEX_HEADS, INDEX_DIM), np.float32), rng.random((1, INDEX_HEADS), np.float32)
+    for context in CONTEXTS:
+        keys = filled(kvfast.MLAKVCache(1, INDEX_DIM, 0, dtype=dtype), context, INDEX_DIM)
+        seconds = np.median(interleaved([partial(keys.top_k, 0, q, weights, CHOSEN)], 9))
+        rate = keys.nbytes / seconds
+        print(f"{dtype:9s} indexer, {context // 1024}k: {1e3 * seconds:.2f} ms, {rate / 1e9:.1f} GB/s")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ cdef class Chosen:
 
 
 cdef Chosen open_chosen(object given, Py_ssize_t run, const kv_call *call, Py_ssize_t num_queries):
-    """Check what was chosen for queries that know what they see. `run`: each position stands for so many tokens from it on."""
+    """Check what was chosen for queries that know what they see. `run`: each position stands for `run` tokens from it on."""
     cdef Chosen self = Chosen.__new__(Chosen)
     cdef const kv_layout *layout = (<const kv_given *>call.given).layout
     cdef const int64_t[:, :, ::1] view

@@ -86,7 +86,7 @@ cdef inline bint _has_floats(const kv_layout *layout, const kv_context *context,
 
 cdef inline Py_ssize_t _run_at(const kv_layout *layout, const kv_context *context, const int64_t *positions, Py_ssize_t count,
                                Py_ssize_t from_floats) noexcept nogil:
-    """KV_LANES if so many tokens lie in the same lines and are read from the same rows, else 1. Positions rise."""
+    """KV_LANES if KV_LANES tokens lie in the same lines and are read from the same rows, else 1. Positions rise."""
     cdef Py_ssize_t first = positions[0], last = first + KV_LANES - 1
     if (first % KV_LANES or count < KV_LANES or positions[KV_LANES - 1] != last
             or (layout.floats != NULL and (first < layout.float_tokens or _has_floats(layout, context, first, from_floats)

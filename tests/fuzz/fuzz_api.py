@@ -33,7 +33,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from cache_kinds import DIM, DTYPES, HEADS, LAYERS, RINGS, fill, make
-from fuzz_recipes import FORMATS, PROTOCOL, RECORDS, Call, parameters, public_names, recipe_of
+from fuzz_names import RECORDS, parameters, public_names
+from fuzz_recipes import FORMATS, PROTOCOL, Call, recipe_of
 from hostile_values import Misfit, hostile, is_finite
 
 import kvfast

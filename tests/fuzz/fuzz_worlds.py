@@ -1,11 +1,12 @@
 """Caches of one sequence for `fuzz_caches`: how they are made, and what may be done to them."""
 
 import numpy as np
-from fuzz_histories import Held, Track, World
+from fuzz_histories import Held, World
 from fuzz_inputs import Rows, as_given, fitting, often, one_of, random_dim, random_dims, random_formats
 from fuzz_oracle import Finding
 from fuzz_refusals import refuse
 from fuzz_stores import longer_prompt
+from fuzz_tracks import Track
 
 import kvfast
 

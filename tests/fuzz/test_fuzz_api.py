@@ -3,6 +3,7 @@
 import inspect
 
 import fuzz_api
+import fuzz_names
 import fuzz_recipes
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import kvfast
 
 def test_every_public_name_has_a_recipe():
     assert fuzz_recipes.parameters_without_recipe() == []
-    names = fuzz_recipes.public_names()
+    names = fuzz_names.public_names()
     assert {name for name in kvfast.__all__ if callable(getattr(kvfast, name))} <= names.keys()
     for name in vars(kvfast.KVCache):
         assert name.startswith("_") or f"KVCache.{name}" in names

@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("support", "fuzz")]  # as a program
 
-import fuzz_recipes
+import fuzz_names
 
 import kvfast
 from kvfast.caches.multi_head import MultiHeadConfig
@@ -677,11 +677,11 @@ def test_every_public_array_is_tried():
     tried = {(call.split(" with ")[0], key) for call, (_, arrays) in CALLS.items() for key in arrays}
     tried |= {(call.split(" with ")[0], "out") for call in OUTS} | {(call, "arrays") for call in CALLS}
     assert OUTS.keys() <= CALLS.keys()
-    public = {name: function for name, (function, _) in fuzz_recipes.public_names().items() if function}
+    public = {name: function for name, (function, _) in fuzz_names.public_names().items() if function}
     arrays = {
         (name, key)
-        for name in public.keys() - UNTRIED - fuzz_recipes.RECORDS
-        for key in fuzz_recipes.parameters(public[name])
+        for name in public.keys() - UNTRIED - fuzz_names.RECORDS
+        for key in fuzz_names.parameters(public[name])
         if key in ARRAYS
     }
     assert arrays - tried == set()

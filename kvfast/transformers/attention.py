@@ -36,7 +36,20 @@ def as_numpy(tensor):
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, is_causal=None, **others):
+def attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    softcap=None,
+    s_aux=None,
+    is_causal=None,
+    indices=None,
+    **others,
+):
     """Attention of a model's layer, as transformers calls it.
 
     Parameters
@@ -45,6 +58,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     key, value : tensors of shape (batch, num_kv_heads, tokens, head_dim) and (..., v_head_dim)
         The new ones, as `KVFastCache.update` returned them or a layer made them of latents; or those of all tokens, where there is no such cache.
     attention_mask : LazyMask, tensor or None
+    indices : integer tensor of shape (batch, tokens, k), optional
+        The tokens that an indexer has chosen for each query, padding counted; of those, a query reads what the mask shows.
 
     Returns
     -------
@@ -58,6 +73,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         padding; biases; dropout.
     """
     if not isinstance(key, Received) and not isinstance(value, Received):
+        if indices is not None:
+            raise _not_computed(module, "the tokens of an indexer without a KVFastCache")
         return _without_cache(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, is_causal, others)
     rows, layer = _place(module, key, value)
     window, chunk = rows.windows[layer], rows.chunks[layer]
@@ -85,8 +102,11 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         "num_threads": torch.get_num_threads(),
         "attention_chunk_size": chunk,
     }
-    for row, part, own, q, out in zip(rows.rows, parts, of_rows, as_numpy(query), as_numpy(output)):
+    chosen = [None] * batch if indices is None else _chosen(rows, layer, indices.numpy())
+    for row, part, own, some, q, out in zip(rows.rows, parts, of_rows, chosen, as_numpy(query), as_numpy(output)):
         q = q.transpose(1, 0, 2)
+        if some is not None and part is not None:
+            own = own | {"chosen": some[part]}
         if isinstance(part, slice):
             if part is not EVERYTHING:
                 out[...] = 0  # rows of padding are never read, but must be finite
@@ -96,8 +116,18 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         last = -1 if part is None else part[-1]
         if part is not None:
             out[part] = row.attend(layer, q[part], out=np.empty((len(part), *out.shape[1:]), out.dtype), **options, **own)
+        if some is not None and last + 1 < n:
+            raise _not_computed(module, "padding after the tokens of a row, which has an indexer: pad on the left")
         _attend_behind(row, layer, q[last + 1 :], out[last + 1 :], options)
     return output, None
+
+
+def _chosen(rows, layer, indices):
+    """What was chosen for each query, as positions of the rows' own tokens: (batch, tokens, k), -1 for what a query does not see."""
+    kept = rows.kept(layer)
+    positions = np.where(kept, np.cumsum(kept, 1) - 1, -1)
+    chosen = np.take_along_axis(positions[:, None], indices.astype(np.int64), 2)
+    return np.where(chosen <= positions[:, -indices.shape[1] :, None], chosen, -1)
 
 
 def _attend_behind(row, layer, q, out, options):

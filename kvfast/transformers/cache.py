@@ -15,7 +15,7 @@ from kvfast.planning.key_bias import key_bias_note
 from kvfast.planning.model_shape import read_shape
 from kvfast.prompts.prompt_cache import PromptCache
 from kvfast.transformers.attention import NAME
-from kvfast.transformers.layers import KINDS, new_layer
+from kvfast.transformers.layers import KINDS, OTHER_INDEXERS, IndexedLayer, new_layer
 from kvfast.transformers.rows import Rows
 from kvfast.transformers.states import LayerStates, Recomputing
 from kvfast.transformers.versions import asks_for_states
@@ -111,7 +111,7 @@ class KVFastCache(Cache):
             )
         layer_types, options = get_layer_types_and_kwargs(config)
         for index, name in enumerate(layer_types):
-            if name not in KINDS:
+            if name not in KINDS or (KINDS[name].has_indexer and config.model_type in OTHER_INDEXERS):
                 raise ValueError(
                     f"KVFastCache does not know what layer {index} of {config.model_type} keeps, which is {name}: use "
                     f"transformers' DynamicCache(config=model.config)"
@@ -161,6 +161,10 @@ class KVFastCache(Cache):
     def _new_states(self):
         has_states = any(kind.has_state for kind, *_ in self._kinds)
         return LayerStates(self.layers, self._rows, self._checkpoint_tokens) if has_states else None
+
+    def _indexed(self):
+        """The layers that have an indexer."""
+        return [layer for layer in self.layers if isinstance(layer, IndexedLayer)]
 
     def _enter(self, layer_idx):
         if self._states:
@@ -285,6 +289,10 @@ class KVFastCache(Cache):
     @contextlib.contextmanager
     def _filling(self, batch=1):
         """Rows to be filled otherwise than by the model."""
+        if self._indexed():
+            raise ValueError(
+                f"the rows of a {self._config.model_type} do not have the keys of its indexers, so the model has to compute its prompts"
+            )
         rows = self._rows.begin(self._row_shapes(), self._config._attn_implementation == NAME, batch)
         try:
             yield rows
@@ -368,6 +376,8 @@ class KVFastCache(Cache):
         if self._rows.rows:
             if tokens_to_remove and not self._states:
                 self._rows.crop(-tokens_to_remove)
+                for layer in self._indexed():
+                    layer.crop_indexer(-tokens_to_remove)
             elif tokens_to_remove:
                 self._states.crop(-tokens_to_remove, self, self._again)
                 if self._again is not None:
@@ -404,6 +414,8 @@ class KVFastCache(Cache):
 
     def _select(self, indices):
         self._rows.select(indices)
+        for layer in self._indexed():
+            layer.select_indexer(indices)
         if self._states:
             self._states.select(indices)
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvfast.transformers.attention import NAME, as_numpy
@@ -93,27 +94,58 @@ class HybridLayer(LinearAttentionLayer, StoredLayer):
         LinearAttentionLayer.__init__(self, number_of_states)
 
 
+class IndexedLayer(StoredLayer):
+    """A layer with keys and values, and an indexer that chooses which of them a query reads. The indexer scores its own keys itself, so
+    they are a tensor as in transformers' own caches, of shape (batch, tokens, index_head_dim) with padding."""
+
+    def __init__(self, config, rows, index, max_seq_len):
+        super().__init__(config, rows, index, max_seq_len)
+        self.indexer_keys = None
+
+    def update_indexer(self, indexer_key_states):
+        """Add keys of the indexer, and return all of them."""
+        known = [] if self.indexer_keys is None else [self.indexer_keys]
+        self.indexer_keys = torch.cat([*known, indexer_key_states], 1)
+        return self.indexer_keys
+
+    def crop_indexer(self, count):
+        """Drop the last `count` keys of the indexer."""
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[:, : max(0, self.indexer_keys.shape[1] - count)]
+
+    def select_indexer(self, indices):
+        """Keep the indexer's keys of some rows."""
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[indices]
+
+
 class Kind(NamedTuple):
     """What a KVFastCache keeps of a layer, by the layer's type in the model's configuration."""
 
     has_rows: bool
     has_state: bool
+    has_indexer: bool = False
 
 
 KINDS = {
     "full_attention": Kind(True, False),
     "sliding_attention": Kind(True, False),
     "chunked_attention": Kind(True, False),
+    "indexed_attention": Kind(True, False, True),
     "linear_attention": Kind(False, True),
     "conv": Kind(False, True),
     "hybrid": Kind(True, True),
     "hybrid_sliding": Kind(True, True),
     "dummy": Kind(False, False),  # reads what another layer keeps, or nothing
 }
+# Models whose indexers keep more than keys, or that have latents in some layers alone.
+OTHER_INDEXERS = ("dots3_note_text", "qwen4_exp_text")
 
 
 def new_layer(kind, index, number_of_states, of, max_seq_len):
     """A layer of a kind; `index` is its place among those with rows, `of` the configuration and the rows."""
+    if kind.has_indexer:
+        return IndexedLayer(*of, index, max_seq_len)
     if kind.has_rows:
         return HybridLayer(*of, index, max_seq_len, number_of_states) if kind.has_state else StoredLayer(*of, index, max_seq_len)
     return LinearAttentionLayer(number_of_states) if kind.has_state else dummy_layer()

@@ -13,6 +13,7 @@ from kvfast.transformers.spans import UnknownMaskError, recognise
 
 # Elements of a matrix that are made at a time where it is only looked at.
 _FEW_ELEMENTS = 1 << 22
+_EVERYTHING = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # a matrix, whatever it holds
 
 
 class LazyMask(torch.Tensor):
@@ -49,6 +50,7 @@ class LazyMask(torch.Tensor):
 
     def _read(self, arguments):
         self._arguments, self._matrix, self._recognised = arguments, self, {}  # the mask itself: not made yet
+        self._seen = None
         self.q_offset, self.q_length = int(arguments["q_offset"]), int(arguments["q_length"])
         given = arguments["attention_mask"]
         self.width = None if given is None else given.shape[-1]
@@ -88,15 +90,20 @@ class LazyMask(torch.Tensor):
 
     def _blocks(self):
         """The matrix without padding, some queries at a time."""
-        arguments = self._arguments | {"attention_mask": None, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        arguments = self._arguments | {"attention_mask": None} | _EVERYTHING
         step = max(1, _FEW_ELEMENTS // (arguments["batch_size"] * arguments["kv_length"]))
         for first in range(0, self.q_length, step):
             size = {"q_offset": self.q_offset + first, "q_length": min(step, self.q_length - first)}
             yield sdpa_mask(**arguments | size)[:, 0].numpy()
 
     def __getitem__(self, index):
-        """The mask of the last queries: models whose last layers keep nothing ask for it, as ``mask[:, :, -n:, :]``."""
+        """The mask of the last queries: models whose last layers keep nothing ask for it, as ``mask[:, :, -n:, :]``. As
+        ``mask[:, 0, :, :]``, for the scores of an indexer, it is a matrix."""
         whole = slice(None)
+        if isinstance(index, tuple) and len(index) == 4 and index[1] == 0 and (index[0], *index[2:]) == (whole,) * 3:
+            if self._seen is None:
+                self._seen = sdpa_mask(**self._arguments | _EVERYTHING)[:, 0]
+            return self._seen
         if isinstance(index, tuple) and len(index) == 4 and (index[0], index[1], index[3]) == (whole, whole, whole):
             queries = index[2]
             if isinstance(queries, slice) and (queries.stop, queries.step) == (None, None) and (queries.start or 0) <= 0:

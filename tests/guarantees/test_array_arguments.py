@@ -29,6 +29,7 @@ from kvfast.interop import ggml
 SECONDS = 60  # for all calls of a name; each takes milliseconds
 TOKENS, HEADS, GROUP, DIM = 70, 2, 2, 32  # more tokens than a tile
 RANK, ROPE = 32, 8
+CHOSEN = np.array([[21, 25, 22, 60], [33, 20, 44, 47], [23, 22, 61, 66]])  # by three queries, within the window of the ring
 
 try:
     from ml_dtypes import bfloat16
@@ -133,9 +134,9 @@ def caches():
     yield "Sequence", "", lambda: kvfast.PagedKVCache(1, HEADS, DIM, 8).new_sequence()
 
 
-def latent_caches():
-    yield "MLAKVCache", lambda: kvfast.MLAKVCache(1, RANK, ROPE)
-    yield "MLASequence", lambda: kvfast.PagedMLAKVCache(1, RANK, ROPE, 8).new_sequence()
+def latent_caches(rope=ROPE):
+    yield "MLAKVCache", lambda: kvfast.MLAKVCache(1, RANK, rope)
+    yield "MLASequence", lambda: kvfast.PagedMLAKVCache(1, RANK, rope, 8).new_sequence()
 
 
 def calls():
@@ -147,6 +148,7 @@ def calls():
     qkv = floats(TOKENS, (HEADS * GROUP + 2 * HEADS) * DIM)
     found = {
         "attention": (kvfast.attention, {"q": q, "k": k, "v": v, **per_head}),
+        "attention with chosen": (lambda chosen: kvfast.attention(q, k, v, chosen=chosen), {"chosen": CHOSEN}),
         "merge_states": (kvfast.merge_states, {"out_a": q, "lse_a": q[..., 0], "out_b": q + 1, "lse_b": q[..., 1]}),
         "split_qkv_norm_rope": (
             lambda qkv, **rotary: kvfast.split_qkv_norm_rope(qkv, HEADS * GROUP, HEADS, DIM, **rotary),
@@ -190,6 +192,7 @@ def calls():
                 {"q": q, **per_head},
             ),
             f"{name}.explain{more}": (lambda q, new=new: repr(filled(new()).explain(0, q)), {"q": q}),
+            **({} if more else chosen_calls(name, lambda new=new: filled(new()), q)),  # refused by a ring with a rope
             **whole_cache_calls(name, lambda new=new: filled(new())),
         }
     return found
@@ -286,7 +289,7 @@ def paged_calls():
     latent, latent_q = floats(TOKENS, RANK + ROPE), floats(5, HEADS, RANK + ROPE)
     plain = {"block_table": np.array([[4, 1], [2, 3]], np.int32), "seq_lens": np.array([30, 20]), "cu_seqlens_q": np.array([0, 2, 5])}
     slots = np.concatenate([4 * 64 + np.arange(30), 2 * 64 + np.arange(40)])
-    ids = np.arange(TOKENS) % 7
+    ids, some = np.arange(TOKENS) % 7, np.array([[3, 0, 9]] * 5)
 
     def pool(latents):
         if latents:
@@ -343,6 +346,8 @@ def paged_calls():
             f"{name}.attend_batch": (attend, {"q": queries, **plain}),
             f"{name}.prepare_batch": (prepare, {**plain, "slot_mapping": slots[:40]}),
             f"{name}.explain_batch": (explain, {"q": queries, **plain}),
+            f"{name}.attend_batch with chosen": (functools.partial(attend, queries, **plain), {"chosen": some}),
+            f"{name}.explain_batch with chosen": (functools.partial(explain, queries, **plain), {"chosen": some}),
             f"{name}.match_prefix": (match, {"token_ids": ids}),
         }
 
@@ -363,7 +368,12 @@ def latent_calls():
     pairs = {"k": k, "v": floats(TOKENS, HEADS, 5), "down_k": floats(HEADS, 9, RANK), "down_v": floats(HEADS, 5, RANK)}
     latent, q = floats(TOKENS, RANK + ROPE), floats(3, HEADS, RANK + ROPE)
     found = {}
-    for name, new in latent_caches():
+    for (name, new), (_, indexer) in zip(latent_caches(), latent_caches(0)):
+
+        def keys(new=indexer):
+            cache = new()
+            cache.append(0, latent[:, :RANK])
+            return cache
 
         def filled(new=new):
             cache = new()
@@ -390,9 +400,22 @@ def latent_calls():
             ),
             f"{name}.attend": (lambda q, filled=filled, **options: filled().attend(0, q, return_lse=True, **options), {"q": q}),
             f"{name}.explain": (lambda q, filled=filled: repr(filled().explain(0, q)), {"q": q}),
+            **chosen_calls(name, filled, q),
+            f"{name}.top_k": (
+                lambda q, weights, keys=keys: keys().top_k(0, q, weights, 5),
+                {"q": floats(3, HEADS, RANK), "weights": floats(3, HEADS)},
+            ),
             **whole_cache_calls(name, filled),
         }
     return found
+
+
+def chosen_calls(name, filled, q):
+    """Those with tokens that were chosen for three queries."""
+    return {
+        f"{name}.attend with chosen": (lambda chosen: filled().attend(0, q, chosen=chosen), {"chosen": CHOSEN}),
+        f"{name}.explain with chosen": (lambda chosen: repr(filled().explain(0, q, chosen=chosen)), {"chosen": CHOSEN}),
+    }
 
 
 def whole_cache_calls(name, filled):
@@ -507,7 +530,10 @@ ARRAYS = {
     "token_ids",
     "arrays",
     "frequencies",
+    "weights",
+    "chosen",
 }
+NUMBERS = {("MLAKVCache.top_k", "k"), ("MLASequence.top_k", "k")}  # of the same names
 UNTRIED = {"Sequence.from_state_dict", "MLASequence.from_state_dict"}
 # Arrays that may be bfloat16: rows of tokens, and other arrays that models keep.
 ROWS = {
@@ -533,6 +559,7 @@ ROWS = {
     "sin",
     "sinks",
     "alibi_slopes",
+    "weights",
 }
 
 
@@ -684,7 +711,7 @@ def test_every_public_array_is_tried():
         for key in fuzz_names.parameters(public[name])
         if key in ARRAYS
     }
-    assert arrays - tried == set()
+    assert arrays - tried - NUMBERS == set()
 
 
 @pytest.mark.parametrize("name", CALLS)

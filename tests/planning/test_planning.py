@@ -434,7 +434,7 @@ def test_gguf_files_of_other_architectures(tmp_path):
     assert (shape.weight_bytes, shape.weight_bytes_read) == (4 * (256 + 256 + 256), 4 * (256 + 64))
 
 
-HYBRIDS = {  # the configuration of a model, and what llama.cpp writes for it
+GGUF_HYBRIDS = {  # the configuration of a model, and what llama.cpp writes for it
     "qwen3next": (
         {
             "model_type": "qwen3_next",
@@ -539,11 +539,11 @@ HYBRIDS = {  # the configuration of a model, and what llama.cpp writes for it
 }
 
 
-@pytest.mark.parametrize("arch", HYBRIDS)
+@pytest.mark.parametrize("arch", GGUF_HYBRIDS)
 def test_gguf_files_of_hybrids(tmp_path, arch):
     """They tell by other numbers which layers have a state, and its sizes."""
     pytest.importorskip("gguf")
-    config, numbers = HYBRIDS[arch]
+    config, numbers = GGUF_HYBRIDS[arch]
     path = write_gguf(tmp_path / "hybrid.gguf", arch, embedding_length=256, attention__head_count=16, **numbers)
     expected = read_shape({"hidden_size": 256, "num_attention_heads": 16} | config)
     found = read_shape(path)

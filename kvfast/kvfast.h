@@ -144,12 +144,12 @@ typedef struct {
     /* Bytes of one block of one layer, as those of `buffer_layout`; -1 with a Python exception. Needs the GIL. */
     ptrdiff_t (*block_nbytes)(const kvfast_shape *shape);
     /* A new PagedKVCache whose blocks lie in memory of the caller: those of layer i from layers[i] on, block_stride bytes apart (0:
-       block after block); layers NULL: in memory of the pool's own. It keeps a reference to owner, unless that is NULL; the memory must be there as long as the pool and
-       its sequences. NULL with a Python exception. Needs the GIL. */
+       block after block). With layers NULL they lie in memory of the pool's own. The pool keeps a reference to owner, unless that is
+       NULL. The memory must be there as long as the pool and its sequences. NULL with a Python exception. Needs the GIL. */
     PyObject *(*open_pool)(const kvfast_shape *shape, void *const *layers, ptrdiff_t block_stride, PyObject *owner);
 
-    /* From API 2 on. truncate, and then the num_kept of the later tokens that `keep` numbers, 0 for the one at position n: the branch
-       of a tree of drafts that is right. Before advance, as in Python. NULL if num_kept is 0. */
+    /* From API 2 on. truncate to n tokens, then append the num_kept dropped tokens that `keep` names: the accepted branch of a tree of
+       drafts. keep[i] counts from position n. Call it before advance. keep may be NULL if num_kept is 0. */
     int (*keep_branch)(kvfast_cache *cache, ptrdiff_t n, const ptrdiff_t *keep, ptrdiff_t num_kept);
     /* Another cache with the same tokens, in the same blocks until one of the two writes to them. */
     int (*fork)(kvfast_cache *cache, kvfast_cache **other);

@@ -84,6 +84,8 @@ def attention(
     if rows.awaits(layer):
         rows.fit(layer, key, value, True)
     parts, of_rows = _looked_at(module, rows, layer, query.shape[2], attention_mask)
+    if indices is not None and any(_pads_behind(row, layer, part, query.shape[2]) for row, part in zip(rows.rows, parts)):
+        raise _not_computed(module, "padding after the tokens of a row, which has an indexer: pad on the left")
     if rows.awaits(layer):  # not where another layer reads what this one stored, or the same one a second time
         if query.shape[2] != key.tensor.shape[2]:
             raise ValueError(f"{type(module).__name__} brings {key.tensor.shape[2]} keys and {query.shape[2]} queries")
@@ -116,8 +118,6 @@ def attention(
         last = -1 if part is None else part[-1]
         if part is not None:
             out[part] = row.attend(layer, q[part], out=np.empty((len(part), *out.shape[1:]), out.dtype), **options, **own)
-        if some is not None and last + 1 < n:
-            raise _not_computed(module, "padding after the tokens of a row, which has an indexer: pad on the left")
         _attend_behind(row, layer, q[last + 1 :], out[last + 1 :], options)
     return output, None
 
@@ -128,6 +128,13 @@ def _chosen(rows, layer, indices):
     positions = np.where(kept, np.cumsum(kept, 1) - 1, -1)
     chosen = np.take_along_axis(positions[:, None], indices.astype(np.int64), 2)
     return np.where(chosen <= positions[:, -indices.shape[1] :, None], chosen, -1)
+
+
+def _pads_behind(row, layer, part, n):
+    """Whether the last of `n` new tokens is padding after tokens of a row, of which `part` are new."""
+    if part is None:
+        return row.layer_length(layer) > 0
+    return not isinstance(part, slice) and part[-1] < n - 1
 
 
 def _attend_behind(row, layer, q, out, options):

@@ -15,7 +15,7 @@ from kvfast.planning.key_bias import key_bias_note
 from kvfast.planning.model_shape import read_shape
 from kvfast.prompts.prompt_cache import PromptCache
 from kvfast.transformers.attention import NAME
-from kvfast.transformers.layers import KINDS, OTHER_INDEXERS, IndexedLayer, new_layer
+from kvfast.transformers.layers import INDEXERS, KINDS, IndexedLayer, new_layer
 from kvfast.transformers.rows import Rows
 from kvfast.transformers.states import LayerStates, Recomputing
 from kvfast.transformers.versions import asks_for_states
@@ -111,7 +111,7 @@ class KVFastCache(Cache):
             )
         layer_types, options = get_layer_types_and_kwargs(config)
         for index, name in enumerate(layer_types):
-            if name not in KINDS or (KINDS[name].has_indexer and config.model_type in OTHER_INDEXERS):
+            if name not in KINDS or (KINDS[name].has_indexer and config.model_type not in INDEXERS):
                 raise ValueError(
                     f"KVFastCache does not know what layer {index} of {config.model_type} keeps, which is {name}: use "
                     f"transformers' DynamicCache(config=model.config)"

@@ -138,8 +138,8 @@ KINDS = {
     "hybrid_sliding": Kind(True, True),
     "dummy": Kind(False, False),  # reads what another layer keeps, or nothing
 }
-# Models whose indexers keep more than keys, or that have latents in some layers alone.
-OTHER_INDEXERS = ("dots3_note_text", "qwen4_exp_text")
+# Models with an indexer that were tried. Those of others keep more than keys, or read packed tokens.
+INDEXERS = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
 
 
 def new_layer(kind, index, number_of_states, of, max_seq_len):

@@ -27,7 +27,7 @@ def made(name):
 
 
 def logits(model, steps, implementation, cache, mask=None):
-    """Of all tokens, which come in steps."""
+    """The logits of all tokens, which come in steps."""
     model.set_attn_implementation(implementation)
     found, first = [], 0
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_prompts_in_pieces(model):
 
 def test_padding_on_the_left(model):
     ids, mask = prompt(3, 50, (0, 7, 30))
-    steps = cut(ids, 40, 1, 9)
+    steps = cut(ids, 20, 20, 1, 9)  # the first has no token of the last row
     found, expected = logits(model, steps, "kvfast", KVFastCache(model.config, "float32"), mask), own(model, steps, mask)
     for row, tokens in enumerate(mask.bool()):
         torch.testing.assert_close(found[row, tokens], expected[row, tokens], rtol=1e-3, atol=1e-3)
@@ -91,8 +91,11 @@ def test_int8(model):
 def test_what_is_refused(model, tmp_path):
     ids, mask = prompt(1, 40)
     mask[:, 30:] = 0
-    with pytest.raises(ValueError, match="padding after the tokens of a row, which has an indexer"):
-        logits(model, [ids], "kvfast", KVFastCache(model.config), mask)
+    for steps in ([ids], cut(ids, 30, 10)):
+        with pytest.raises(ValueError, match="padding after the tokens of a row, which has an indexer"):
+            logits(model, steps, "kvfast", KVFastCache(model.config), mask)
+    with pytest.raises(ValueError, match="what layer . of glm5_next_text keeps"):
+        KVFastCache(transformers.AutoConfig.for_model("glm5_next"))
     cache = KVFastCache(model.config, prompt_cache=kvfast.PromptCache(tmp_path))
     with pytest.raises(ValueError, match="do not have the keys of its indexers"):
         cache.restore_prompt(ids)

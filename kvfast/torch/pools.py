@@ -48,7 +48,7 @@ def new_blocks(num_blocks, num_kv_heads, head_dim, dtype="int8", *, block_size=6
 
 def pool_of(blocks, head_dim, v_head_dim, dtype):
     """The pool over the blocks of a tensor; it is made at the first call."""
-    key = blocks.data_ptr(), blocks.shape, blocks.stride(0), head_dim, v_head_dim, dtype
+    key = blocks.data_ptr(), blocks.dtype, blocks.shape, blocks.stride(), head_dim, v_head_dim, dtype
     pool = _pools.get(key)
     if pool is None:
         pool = _new_pool(blocks, head_dim, v_head_dim, dtype)

@@ -103,8 +103,11 @@ def test_what_is_refused():
         torch.ops.kvfast.append(blocks[..., :128], k, k, SLOTS, "int8")
     with pytest.raises(DimensionMismatchError, match="uint8 on the CPU"):
         torch.ops.kvfast.append(blocks.float(), k, k, SLOTS, "int8")
+    across = blocks.as_strided(blocks.shape, (blocks.stride(0), blocks.stride(1), 1, blocks.shape[2]))  # of the same address
     with pytest.raises(ValueError, match="each block must lie in one piece"):
-        torch.ops.kvfast.append(blocks.transpose(2, 3).contiguous().transpose(2, 3), k, k, SLOTS, "int8")
+        torch.ops.kvfast.append(across, k, k, SLOTS, "int8")
+    with pytest.raises(DimensionMismatchError, match="uint8 on the CPU"):
+        torch.ops.kvfast.append(blocks.view(torch.int8), k, k, SLOTS, "int8")
     with pytest.raises(NonFiniteInputError):
         torch.ops.kvfast.append(blocks, k * float("nan"), k, SLOTS, "int8")
     with pytest.raises(ValueError, match="between 0 and 255, got 256"):

@@ -2,6 +2,7 @@
 
 KVFAST_OPENMP=0 builds without OpenMP, KVFAST_OPENMP=1 insists on it; else a probe decides.
 KVFAST_CFLAGS holds flags of one's own, which come last: for the compiler and the linker, as sanitizers need it.
+On Windows the compiler is clang in its GNU dialect, with mingw-w64; CC names another one.
 """
 
 import glob
@@ -27,23 +28,33 @@ from setuptools.command.sdist import sdist
 # once where vf_fma says so: compilers that choose do it differently for one row and for four, and plain C on ARM, too.
 COMPILE = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 
+ON_WINDOWS = sys.platform == "win32"
+if ON_WINDOWS:
+    os.environ.setdefault("CC", "clang")
 
 # What Cython writes for memoryviews, once for all modules: compiling takes three quarters of the time.
 MEMORYVIEWS = "kvfast.core.memoryviews"
 # For `freethreading_compatible`, see `BlockPool.enter`: it says what takes the place of the GIL.
 CYTHON = {"quiet": True, "compiler_directives": {"freethreading_compatible": True}, "shared_utility_qualified_name": MEMORYVIEWS}
 
+
+def files(pattern):
+    """Paths with slashes, also on Windows, as setuptools has them."""
+    return sorted(Path(path).as_posix() for path in glob.glob(pattern, recursive=True))
+
+
 # Path of each extension module, and of those with parallel loops.
-MODULES = sorted(glob.glob("kvfast/**/*.pyx", recursive=True))
-PARALLEL = [path for path in MODULES if re.search(r"\bprange\(|cimport .*\bprange\b|<omp\.h>|cimport openmp", Path(path).read_text())]
-KERNELS = sorted(glob.glob("kvfast/simd/**/*.c", recursive=True))
-HEADERS = sorted(path for kind in ("h", "pxd") for path in glob.glob(f"kvfast/**/*.{kind}", recursive=True))
+MODULES = files("kvfast/**/*.pyx")
+LOOPS = re.compile(r"\bprange\(|cimport .*\bprange\b|<omp\.h>|cimport openmp")
+PARALLEL = [path for path in MODULES if LOOPS.search(Path(path).read_text(encoding="utf-8"))]
+KERNELS = files("kvfast/simd/**/*.c")
+HEADERS = sorted(files("kvfast/**/*.h") + files("kvfast/**/*.pxd"))
 
 
 def openmp_works():
     """Whether the compiler builds and links a program with -fopenmp."""
     wish = os.environ.get("KVFAST_OPENMP")
-    if wish == "0":
+    if wish == "0" or (ON_WINDOWS and wish is None):  # its runtime there is a library of the compiler's, which Python does not find
         return False
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.c")
@@ -56,6 +67,17 @@ def openmp_works():
     if wish == "1" and not found:
         sys.exit(f"KVFAST_OPENMP=1, but this failed: {' '.join(command)}")
     return found
+
+
+def check_compiler():
+    """Refuse GCC for Windows: it does not align the stack for AVX (its bug 54412), so kernels would end the process."""
+    command = [*os.environ["CC"].split(), "--version"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        told = error.strerror
+    if "clang" not in told:
+        sys.exit(f"kvfast for Windows needs clang with mingw-w64, named by CC; {' '.join(command)} says: {told.strip()[:200]}")
 
 
 def extension(path, openmp):
@@ -79,8 +101,12 @@ class BuildExt(build_ext):
     def finalize_options(self):
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
+        if ON_WINDOWS and self.compiler is None:
+            self.compiler = "mingw32"  # what setuptools calls compilers of the GNU dialect
 
     def build_extensions(self):
+        if ON_WINDOWS:
+            check_compiler()
         compile = self.compiler.compile  # the sources of a module one after the other
 
         def compile_at_once(sources, **options):

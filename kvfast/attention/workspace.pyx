@@ -1,12 +1,8 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Memory that calls of attention work in."""
-from libc.stdlib cimport free
-
 from kvfast.core.flags cimport kv_take
+from kvfast.core.system cimport kv_free_lines, kv_take_lines
 from kvfast.core.wipe cimport kv_wipe
-
-cdef extern from "<stdlib.h>" nogil:
-    void *aligned_alloc(size_t alignment, size_t size)
 
 
 cdef class Workspace:
@@ -18,7 +14,7 @@ cdef class Workspace:
     cdef void release(self, int which) noexcept nogil:
         if self.secure:
             kv_wipe(self.data[which], self.sizes[which])
-        free(self.data[which])
+        kv_free_lines(self.data[which])
 
     cdef Workspace lend(self):
         """This workspace, until its `lent` is dropped; a new one while a call of another thread has this one."""
@@ -42,7 +38,7 @@ cdef class Workspace:
         if nbytes > self.sizes[which] or self.data[which] == NULL:
             self.release(which)
             self.sizes[which] = 0
-            self.data[which] = aligned_alloc(64, (nbytes + 63) // 64 * 64)
+            self.data[which] = kv_take_lines(nbytes)
             if self.data[which] != NULL:
                 self.sizes[which] = nbytes
         return self.data[which]

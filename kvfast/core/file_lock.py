@@ -14,7 +14,12 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+try:
+    import msvcrt
+except ImportError:  # all others
+    msvcrt = None  # type: ignore[assignment]
 
+_LOCKED_BYTE = 1 << 30  # on Windows, where a byte that one process has locked is read by no other: one beyond the ends of files
 WAIT = 60.0  # seconds for a process that lists a folder of a million files
 
 
@@ -35,18 +40,25 @@ def file_lock(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def try_lock(descriptor: int) -> bool:
     """Lock an open file until it is closed. False if another process has. Where the system has no such locks, they are not taken."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    elif msvcrt is not None:
+        os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            return False
+        finally:
+            os.lseek(descriptor, 0, os.SEEK_SET)
     return True
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:
     """Whether a process holds the lock of a file that exists; True where nobody can know."""
-    if fcntl is None:
+    if fcntl is None and msvcrt is None:
         return True
     descriptor = os.open(path, os.O_RDWR)
     try:

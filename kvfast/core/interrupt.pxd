@@ -7,23 +7,17 @@ of `capi` that run without the interpreter.
 """
 from libc.stdint cimport int64_t
 
+from kvfast.core.system cimport kv_nanoseconds
+
 
 cdef extern from *:
     """
-    #include <time.h>
-
     typedef struct {
         unsigned long thread;  /* the thread that made the call; only it asks Python */
         int64_t next;          /* time in nanoseconds at which it asks again */
         int weight;            /* of its work since it last read the clock */
         int is_stopped;        /* read by all threads; if set, that thread has an exception */
     } kv_watch;
-
-    static inline int64_t kv_nanoseconds(void) {
-        struct timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-    }
 
     static inline void kv_ask(kv_watch *watch) {
         watch->weight = 0;
@@ -48,7 +42,6 @@ cdef extern from *:
         int weight
         int is_stopped
 
-    int64_t kv_nanoseconds() noexcept nogil
     int kv_is_stopped(kv_watch *watch, int weight) noexcept nogil
     unsigned long PyThread_get_thread_ident() noexcept nogil
 

@@ -8,9 +8,7 @@ import os
 
 
 from kvfast.core.flags cimport kv_drop, kv_take
-
-cdef extern from "<stdlib.h>" nogil:
-    void *aligned_alloc(size_t alignment, size_t size)
+from kvfast.core.system cimport kv_take_lines
 
 ctypedef struct kv_free:
     void *next
@@ -31,7 +29,7 @@ cdef bint take_scratch(void **blocks, Py_ssize_t count) noexcept nogil:
         taken += 1
     kv_drop(&_busy)
     for i in range(taken, count):
-        blocks[i] = aligned_alloc(64, SCRATCH_BYTES)
+        blocks[i] = kv_take_lines(SCRATCH_BYTES)
         if blocks[i] == NULL:
             give_scratch(blocks, i)
             return False

@@ -134,6 +134,25 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path):
     assert is_consistent(tmp_path)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of the open files")
+def test_a_file_is_closed_before_it_is_moved_on_windows(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def of_windows(source, target):
+        if os.path.realpath(source) in {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}:
+            raise PermissionError(13, "The process cannot access the file because it is being used by another process")
+        replace(source, target)
+
+    store = FolderStore(tmp_path)
+    assert store.put(key(0), b"before")  # makes the index
+    monkeypatch.setattr(os, "replace", of_windows)
+    with pytest.raises(StoreError, match="being used"):
+        store.put(key(1), b"open")
+    monkeypatch.setattr(folder_module, "MOVES_OPEN_FILES", False)
+    assert store.put(key(1), b"closed") and read(store.get_many([key(1)])) == [b"closed"]
+    assert not list((tmp_path / "unfinished").iterdir())
+
+
 def test_the_least_recently_used_go_first(tmp_path):
     store = FolderStore(tmp_path, max_bytes=1000)
     for i in range(10):

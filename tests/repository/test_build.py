@@ -152,6 +152,36 @@ def test_modules_are_compiled_at_once_and_translated_one_by_one(monkeypatch, set
     assert command.compiler.compile(["d.c", "a.c"], debug=1) == ["d.c.o {'debug': 1}", "a.c.o {'debug': 1}"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")
+def test_windows_takes_clang_and_no_openmp_unless_asked(monkeypatch, setuptools, compiler, tmp_path):
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "platform", "win32")
+    for name in ("CC", "KVFAST_OPENMP"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    ours = runpy.run_path("setup.py")
+    assert os.environ["CC"] == "clang"
+    command = ours["BuildExt"](setuptools.Distribution({"ext_modules": [setuptools.Extension("a", ["a.c"])]}))
+    command.finalize_options()
+    assert command.compiler == "mingw32"
+
+    monkeypatch.setenv("CC", compiler["with"])
+    assert not runpy.run_path("setup.py")["OPENMP"]
+    with pytest.raises(SystemExit, match="needs clang with mingw-w64.* says: $"):
+        ours["check_compiler"]()
+    monkeypatch.setenv("CC", "/nowhere/clang")
+    with pytest.raises(SystemExit, match="No such file"):
+        ours["check_compiler"]()
+    clang = tmp_path / "clang-script"
+    clang.write_text("#!/bin/sh\necho clang version 16\n")
+    clang.chmod(0o755)
+    monkeypatch.setenv("CC", str(clang))
+    ours["check_compiler"]()
+    monkeypatch.setenv("KVFAST_OPENMP", "1")
+    assert runpy.run_path("setup.py")["OPENMP"]
+
+
 def test_sdist_has_the_same_bytes(tmp_path, monkeypatch, setuptools):
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.chdir(ROOT)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 STALE = 10  # seconds after which an unfinished file that no process has locked is one of a killed process
 STALE_WITHOUT_LOCKS = 3600
+MOVES_OPEN_FILES = os.name != "nt"
 # Bytes of a value that are read at once; larger ones stay in the page cache until they are asked for, in at most MOST_OPEN open files of a call.
 SMALL, MOST_OPEN = 32 << 10, 256
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -96,6 +97,8 @@ class FolderStore(Store):
                         os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path, follow_symlinks=False).st_mode))
                 _write(file, data)
                 path.parent.mkdir(exist_ok=True)
+                if not MOVES_OPEN_FILES:
+                    file.close()
                 # Since then other processes may have written until this was the next to go.
                 for _ in range(3):
                     if self._in_index(lambda index: index.if_listed(key, lambda: os.replace(part, path))):

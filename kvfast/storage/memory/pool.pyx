@@ -6,6 +6,7 @@ from libc.stdint cimport int32_t
 
 from kvfast.attention.workspace cimport Workspace
 from kvfast.core.flags cimport kv_drop, kv_share, kv_take, kv_unshare
+from kvfast.core.system cimport kv_yield
 from kvfast.storage.memory.block_memory cimport BlockMemory
 from kvfast.storage.memory.float_rows cimport float_rows_of
 
@@ -13,10 +14,6 @@ from kvfast.storage.memory.buffer_layers import buffer_layers
 
 
 cdef extern from *:
-    """
-    #include <sched.h>
-    """
-    int sched_yield() nogil
     unsigned long PyThread_get_thread_ident() nogil
 
 
@@ -73,7 +70,7 @@ cdef class BlockPool(BlockMemory):
         if holder != TIDYING or self.tidier == PyThread_get_thread_ident():
             return False
         with nogil:
-            sched_yield()
+            kv_yield()
         return True
 
     cdef int enter_reading(self) except -1:

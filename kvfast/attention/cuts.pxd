@@ -10,8 +10,9 @@ cdef inline Py_ssize_t token_bytes(const kv_side *side) noexcept nogil:
 
 
 cdef int choose_tile(const kv_layout *layout, const kv_kernels *kernels, bint few_rows) noexcept nogil
-cdef Py_ssize_t bytes_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil
-cdef Py_ssize_t split_tokens(const kv_call *call, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil
+cdef Py_ssize_t work_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil
+cdef void cut_context(const kv_call *call, kv_item *item, Py_ssize_t end) noexcept nogil
 cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil
-cdef bint cut_alike(const kv_call *call, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil
+cdef bint cut_alike(const kv_item *item, const kv_query *a, const kv_query *b) noexcept nogil
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil
+cdef void deal(kv_call *call, int threads) noexcept nogil

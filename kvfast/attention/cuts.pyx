@@ -1,10 +1,11 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """How work is cut: the tokens of a tile, those between two softmax corrections, the tokens of a split, and the query rows of a task.
 
-Splits depend only on the lengths of their item: a sequence gives the same bits alone and in a batch, for every number of threads.
+Splits depend on positions alone, and with many queries on their number: a sequence gives the same bits alone and in a batch, for every
+number of threads. The splits of a task depend on the threads.
 """
 from kvfast.attention.families cimport NO_PACKED_PANELS, NO_PANELS, panels_of
-from kvfast.attention.tasks cimport kv_given, kv_keys
+from kvfast.attention.tasks cimport kv_add_tasks, kv_cut_context, kv_given, kv_keys, kv_split_at
 from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_HALVES, KV_INT2, KV_INT3, KV_PACKED_CODES, kv_dtypes, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_LANES, KV_MATRIX_PANELS, KV_MATRIX_TILE, KV_PANELS, KV_ROWS, KV_TILE
@@ -25,10 +26,10 @@ cdef enum:
     SHORT_TILE = 128
     # Tokens of a tile where one side has 8 bits, on a matrix unit and on processors other than x86.
     INTEGER_TILE = 64
-    # More tasks than this in one item do not balance better.
+    # More tasks than this in one item of many queries do not balance better.
     ENOUGH_TASKS = 64
-    # Fewest tokens of a split: each task costs a cold start and a merge. MIN_ is for few heads, MAX_ for 8 and more;
-    # python -m kvfast bench --work decode --contexts 1024,4096 sets all three.
+    # Tokens of a split: each leaves a partial result, and ends and begins without a fetch. Those of many queries have more if there are
+    # more heads and rows, up to MAX_; python -m kvfast bench --work decode --contexts 1024,4096 sets all three.
     MIN_SPLIT_TOKENS = 1024
     MAX_SPLIT_TOKENS = 4096
     SPLIT_TOKENS_PER_UNIT = 512
@@ -42,17 +43,20 @@ cdef enum:
     # Panels that take as long as making the operands of a tile.
     OPERANDS = 1
     LATENT_OPERANDS = 4
-    # Tasks of a thread; more do not balance better.
+    # Row blocks of a thread; more do not balance better.
     ENOUGH_ROUNDS = 16
-    # Latent rows have many query heads. LATENT_PANELS panels of query rows share a tile's operands. A split has at least
-    # MIN_LATENT_SPLIT_TOKENS tokens, as it leaves a partial result for every head (bench/bench_mla.py).
+    # Tasks of a thread that reads splits for a few queries: fewer tasks have longer runs of them.
+    ROUNDS = 4
+    # Latent rows have many query heads. LATENT_PANELS panels of query rows share a tile's operands. A split has more tokens, as it
+    # leaves a partial result for every head (bench/bench_mla.py).
     LATENT_PANELS = 8
     MIN_LATENT_SPLIT_TOKENS = 2048
 
 
-cdef Py_ssize_t bytes_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil:
-    """Bytes that attention reads of `tokens` tokens, in all heads."""
-    return layout.num_kv_heads * tokens * (token_bytes(&layout.k) + token_bytes(&layout.v))
+cdef Py_ssize_t work_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil:
+    """What reading `tokens` tokens takes, in bytes that take as long: codes of less than a byte take as long as those of a byte."""
+    return layout.num_kv_heads * tokens * (max(token_bytes(&layout.k), <Py_ssize_t>layout.k.padded_dim)
+                                           + max(token_bytes(&layout.v), <Py_ssize_t>layout.v.padded_dim))
 
 
 cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexcept nogil:
@@ -79,22 +83,36 @@ cdef int choose_tile(const kv_layout *layout, const kv_kernels *kernels, bint fe
     return _limit_tile(_limit_tile(tile, &layout.k, most_bytes), &layout.v, most_bytes)
 
 
-cdef Py_ssize_t split_tokens(const kv_call *call, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil:
-    """Tokens of each split of a span of `span` tokens that `num_queries` queries read."""
+cdef void cut_context(const kv_call *call, kv_item *item, Py_ssize_t end) noexcept nogil:
+    """Cut what an item reads, up to `end`, into splits.
+
+    A few queries have splits that lie at the same positions in contexts of every length. So a query's result has the same bits whether
+    it comes alone or with a few others, as when drafted tokens are verified.
+    """
     cdef const kv_given *given = <const kv_given *>call.given
-    cdef Py_ssize_t splits = given.request.num_splits, units, least
-    span = max(span, 1)  # a draft may see nothing before its tree
-    if splits == 0:
-        # A few queries are split as each of them would be alone; see `cut_alike`.
-        units = num_queries if num_queries > KV_FEW_QUERIES else 1
-        units = given.layout.num_kv_heads * ((units * call.group + KV_ROWS - 1) // KV_ROWS)
-        least = MIN_SPLIT_TOKENS
-        if given.layout.latent:
-            units, least = (units + LATENT_PANELS - 1) // LATENT_PANELS, MIN_LATENT_SPLIT_TOKENS
-        least = min(max(units * SPLIT_TOKENS_PER_UNIT, least), <Py_ssize_t>MAX_SPLIT_TOKENS)
-        splits = min(ENOUGH_TASKS // units, span // least)
-    splits = max(<Py_ssize_t>1, min(splits, (span + KV_TILE - 1) // KV_TILE))
-    return ((span + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
+    cdef Py_ssize_t length = end if given.chosen != NULL else max((<const kv_keys *>item.keys).context.length, end)
+    item.split_from = 0
+    if given.request.num_splits:
+        item.split_tokens = _whole_tiles(length, given.request.num_splits)
+    elif item.num_queries <= KV_FEW_QUERIES:
+        item.split_tokens = MIN_LATENT_SPLIT_TOKENS if given.layout.latent else MIN_SPLIT_TOKENS
+    else:
+        item.split_from, item.split_tokens = item.begin, _split_tokens(call, item.num_queries, end - item.begin)
+    kv_cut_context(item, end)
+
+
+cdef inline Py_ssize_t _whole_tiles(Py_ssize_t tokens, Py_ssize_t splits) noexcept nogil:
+    return ((tokens + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
+
+
+cdef Py_ssize_t _split_tokens(const kv_call *call, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil:
+    """Tokens of each split of a span of `span` tokens that many queries read."""
+    cdef const kv_layout *layout = (<const kv_given *>call.given).layout
+    cdef Py_ssize_t units = layout.num_kv_heads * ((num_queries * call.group + KV_ROWS - 1) // KV_ROWS), least = MIN_SPLIT_TOKENS
+    if layout.latent:
+        units, least = (units + LATENT_PANELS - 1) // LATENT_PANELS, MIN_LATENT_SPLIT_TOKENS
+    least = min(max(units * SPLIT_TOKENS_PER_UNIT, least), <Py_ssize_t>MAX_SPLIT_TOKENS)
+    return _whole_tiles(span, max(<Py_ssize_t>1, min(ENOUGH_TASKS // units, span // least)))
 
 
 cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil:
@@ -102,13 +120,10 @@ cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil
     return max(begin, query.start // KV_TILE * KV_TILE)
 
 
-cdef bint cut_alike(const kv_call *call, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil:
-    """Whether two queries that read from `begin` on would be split in the same way if each were alone."""
-    cdef Py_ssize_t start = begin_of(a, begin), size
-    if start != begin_of(b, begin):
-        return False
-    size = split_tokens(call, 1, a.stop - start)
-    return size == split_tokens(call, 1, b.stop - start) and (a.stop - start - 1) // size == (b.stop - start - 1) // size
+cdef bint cut_alike(const kv_item *item, const kv_query *a, const kv_query *b) noexcept nogil:
+    """Whether two queries of an item read their sink tokens in the same split, which is the first that they read, as each would alone."""
+    return (a.sink_stop == 0 and b.sink_stop == 0) or (
+        kv_split_at(item, max(item.begin, a.start)) == kv_split_at(item, max(item.begin, b.start)))
 
 
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
@@ -154,3 +169,21 @@ cdef Py_ssize_t _choose_row_blocks(const kv_call *call, Py_ssize_t panels, Py_ss
         if rounds >= ENOUGH_ROUNDS:
             return best
         blocks += 1
+
+
+cdef void deal(kv_call *call, int threads) noexcept nogil:
+    """Set the splits of each task, and number the tasks of all items. No bit of a row depends on it."""
+    cdef const kv_given *given = <const kv_given *>call.given
+    cdef Py_ssize_t heads = given.layout.num_kv_heads, all_splits = 0, most, i
+    cdef kv_item *item
+    for i in range(call.num_items):
+        item = call.items + i
+        all_splits += item.splits * item.row_blocks * heads
+    most = max(<Py_ssize_t>1, all_splits // (threads * ROUNDS)) if threads > 1 else all_splits
+    call.num_tasks = 0
+    for i in range(call.num_items):
+        item = call.items + i
+        item.run = 1
+        if given.request.num_splits == 0 and (threads == 1 or item.num_queries <= KV_FEW_QUERIES):
+            item.run = <int>min(item.splits, most)
+        kv_add_tasks(call, item)

@@ -9,7 +9,7 @@ __all__ = ["AttendItem", "AttendPlan"]
 
 @dataclass(frozen=True)
 class AttendItem:
-    """Queries that read the same keys together. Its tasks are KV heads x splits x row blocks.
+    """Queries that read the same keys together. Its tasks are KV heads x runs of splits x row blocks.
 
     Parameters
     ----------
@@ -17,8 +17,10 @@ class AttendItem:
         Query tokens.
     begin, end : int
         Range of positions that they read; sink tokens come in addition. With chosen tokens, 0 and how many there are.
-    num_splits, split_tokens : int
-        Number of parts that this range is cut into, and tokens of a part; the last part may have fewer.
+    splits : tuple of int
+        Where each part begins that this range is cut into.
+    run : int
+        Splits of a task, which follow each other. With more threads there are more tasks, with fewer splits each.
     row_blocks : int
         Number of passes over the same keys. Each pass computes some of the rows (query tokens x query heads of a KV head).
     """
@@ -26,9 +28,19 @@ class AttendItem:
     num_queries: int
     begin: int
     end: int
-    num_splits: int
-    split_tokens: int
+    splits: tuple[int, ...]
+    run: int
     row_blocks: int
+
+    @property
+    def num_splits(self) -> int:
+        """How many splits there are."""
+        return len(self.splits)
+
+    @property
+    def num_runs(self) -> int:
+        """Tasks of a KV head and row block."""
+        return -(-len(self.splits) // self.run)
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class AttendPlan:
         Largest number of query rows in one pass.
     num_threads, num_tasks : int
     items : tuple of AttendItem
-        One for most calls. There are more in a batch, and if some queries would be split differently when computed alone.
+        One for most calls. There are more in a batch, and where some queries read their sink tokens in different splits.
     code_bytes, scale_bytes, float_bytes : int
         Bytes that the kernels read in all passes: of codes, of scales (of tokens and channels, and means) and of float
         rows. They come from memory, or from the processor's caches if another pass has just read them.
@@ -124,7 +136,7 @@ class AttendPlan:
         for item in self.items[:MOST_ITEMS]:
             lines.append(
                 f"         {_count(item.num_queries, 'query', 'queries')}, positions {item.begin:,} to {item.end:,}: "
-                f"{self.num_kv_heads} KV heads x {_count(item.num_splits, 'split')} of {item.split_tokens:,} tokens x "
+                f"{self.num_kv_heads} KV heads x {_count(item.num_runs, 'run')} of {_count(item.run, 'split')} x "
                 f"{_count(item.row_blocks, 'row block')}"
             )
         if len(self.items) > MOST_ITEMS:

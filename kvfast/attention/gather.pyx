@@ -36,12 +36,13 @@ cdef void read_chosen(kv_task *task) noexcept nogil:
     """Read the chosen tokens of the task's query that are in its split, which counts tokens; see `kv_source`."""
     cdef const kv_chosen *chosen = given_of(task).chosen
     cdef kv_own *own = own_of(task)
-    cdef Py_ssize_t begin = task.split * task.item.split_tokens, at, end, from_floats
+    cdef Py_ssize_t begin = task.begin, at, end, from_floats
     cdef int kind
-    open_rows(task)
-    load(task, &given_of(task).request.q)
+    if not task.loaded:
+        open_rows(task)
+        load(task, &given_of(task).request.q)
     at = own.tokens[0] * chosen.heads + (task.head if chosen.heads > 1 else 0)
-    end = min(begin + task.item.split_tokens, <Py_ssize_t>chosen.counts[at])
+    end = min(task.end, <Py_ssize_t>chosen.counts[at])
     from_floats = floats_from(given_of(task).layout, &keys_of(task).context, task.call.queries[own.tokens[0]].position)
     for kind in range(KV_NUM_KINDS):
         if chosen.kinds[kind].tile:
@@ -56,6 +57,7 @@ cdef void _read_kind(kv_task *task, int kind, const int64_t *positions, Py_ssize
     cdef Py_ssize_t i = 0, size, next_i
     cdef int filled = 0
     gathered.layout.base, gathered.layout.slabs = own_of(task).gathered, &gathered.slab
+    own_of(task).prepared = NULL
     while i < count and not is_stopped(given_of(task).watch):
         size = _run_at(layout, context, positions + i, count - i, from_floats)
         if _kind_of(layout, context, positions[i], size, from_floats) == kind:

@@ -11,7 +11,7 @@ from libc.math cimport isfinite
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from kvfast.attention.cuts cimport bytes_of, choose_tile
+from kvfast.attention.cuts cimport choose_tile, work_of
 from kvfast.attention.spans cimport open_rows as find_rows
 from kvfast.attention.tasks cimport kv_call, kv_given, kv_item, kv_keys, kv_own, kv_query, kv_task
 from kvfast.attention.tiles cimport add_scores, load
@@ -90,7 +90,7 @@ cdef object best_positions(const kv_layout *layout, const kv_context *context, o
     ranking.item.num_queries = tokens
     ranking.weights, ranking.scores, ranking.best = &of_heads[0, 0], &scores[0, 0], &best[0, 0]
     ranking.ranges = (length + RANGE_TOKENS - 1) // RANGE_TOKENS
-    gather(&team, num_threads, <double>bytes_of(layout, length) * tokens * max(1.0, rows.rows.heads / 8.0))
+    gather(&team, num_threads, <double>work_of(layout, length) * tokens * max(1.0, rows.rows.heads / 8.0))
     ranking.given.watch = team.watch
     while ranking.first < tokens:
         turn = min(turn, tokens - ranking.first)

@@ -14,7 +14,7 @@ cdef class Plan:
     cdef kv_keys *keys         # of the items
     cdef Workspace workspace
     cdef object keepalive      # arrays that the items point into
-    cdef Py_ssize_t work       # bytes to read, more for many rows
+    cdef Py_ssize_t work       # see `work_of`; more for many rows
     cdef Py_ssize_t context    # tokens of all contexts
     cdef Py_ssize_t uncounted  # of these, tokens that `advance` has not counted
     cdef bint wide             # whether some tasks have panels
@@ -39,7 +39,7 @@ cdef class Plan:
     cdef kv_item *open_item(self, const kv_context *context) noexcept nogil
     cdef void join(self, Py_ssize_t first_item) noexcept nogil
     cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil
-    cdef Py_ssize_t count_parts(self) noexcept nogil
+    cdef Py_ssize_t deal(self, int threads) noexcept nogil
     cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil
 
 

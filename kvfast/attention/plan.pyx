@@ -8,12 +8,13 @@ from libc.stdint cimport int64_t, uint16_t, uint64_t
 from libc.string cimport memset
 
 from kvfast.attention.chosen cimport open_chosen
-from kvfast.attention.cuts cimport begin_of, bytes_of, choose_tile, cut_alike, cut_rows, split_tokens
+from kvfast.attention.cuts cimport begin_of, choose_tile, cut_alike, cut_context, cut_rows, deal, work_of
 from kvfast.attention.families cimport NO_PACKED_PANELS
 from kvfast.attention.request cimport Request, kv_request
-from kvfast.attention.tasks cimport (kv_add_item, kv_call, kv_count_bits, kv_cut_context, kv_given, kv_item, kv_keys, kv_partial_floats,
+from kvfast.attention.tasks cimport (kv_call, kv_count_bits, kv_count_slots, kv_count_tasks, kv_given, kv_item, kv_keys, kv_partial_floats,
                                      kv_query)
-from kvfast.attention.workspace cimport DECODED, GATHERED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, Workspace
+from kvfast.attention.workspace cimport (COUNTS, DECODED, GATHERED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE,
+                                         Workspace)
 from kvfast.codec.blocks cimport kv_context, kv_layout, values_of
 from kvfast.core.checks cimport check_integers
 from kvfast.core.flags cimport kv_drop
@@ -178,9 +179,8 @@ cdef class Plan:
                  int part) noexcept nogil:
         """Add items for the queries of `ask`, which read their context from position `begin` on.
 
-        Queries that would be split differently when alone get items of their own. So a query's result has the same
-        bits whether it comes alone or with a few others, as when drafted tokens are verified. Each query with chosen
-        tokens has an item of its own, whose positions count these tokens.
+        A few queries that would read their sink tokens in different splits get items of their own; see `cut_context`. Each query with
+        chosen tokens has one, too, whose positions count these tokens.
         """
         cdef kv_item *item
         cdef kv_query *first
@@ -193,17 +193,19 @@ cdef class Plan:
             num_queries -= 1
         while num_queries:
             first, n = self.call.queries + first_query, num_queries
-            if self.given.request.causal and num_queries <= KV_FEW_QUERIES:
-                n = 1
-                while n < num_queries and cut_alike(&self.call, first, first + n, begin):
-                    n += 1
-            end = 0
-            for i in range(n):
-                end = max(end, first[i].stop)
             item = self.open_item(context)
             item.first_query, item.num_queries, item.part = first_query, n, part
             item.begin = begin_of(first, begin)
-            self.close(item, max(end, item.begin + 1))  # a draft may see nothing before its tree
+            if self.given.request.causal and num_queries <= KV_FEW_QUERIES:
+                cut_context(&self.call, item, item.begin + 1)
+                n = 1
+                while n < num_queries and cut_alike(item, first, first + n):
+                    n += 1
+                item.num_queries = n
+            end = item.begin + 1
+            for i in range(n):
+                end = max(end, first[i].tree + 1 if first[i].ancestors else first[i].stop)
+            self.close(item, end)
             first_query += n
             num_queries -= n
 
@@ -216,15 +218,16 @@ cdef class Plan:
         return item
 
     cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil:
-        """Split the item's positions up to `end`, and count its tasks."""
+        """Split the item's positions up to `end`."""
         cdef Py_ssize_t span = end - item.begin
-        kv_cut_context(item, end, split_tokens(&self.call, item.num_queries, span))
-        cdef int panels = cut_rows(&self.call, item)
+        cdef int panels
+        cut_context(&self.call, item, end)
+        panels = cut_rows(&self.call, item)
         if panels >= 0:
             self.wide, self.given.wide_kind = True, panels
         self.packed = self.packed or panels == NO_PACKED_PANELS
-        kv_add_item(&self.call)
-        self.work += <Py_ssize_t>(bytes_of(self.given.layout, span) * max(1.0, item.num_queries * self.call.group / 8.0))
+        self.call.num_items += 1
+        self.work += <Py_ssize_t>(work_of(self.given.layout, span) * max(1.0, item.num_queries * self.call.group / 8.0))
 
     cdef void join(self, Py_ssize_t first_item) noexcept nogil:
         """Let the last item continue the one before it, if that is not before `first_item` and their tasks have the same rows.
@@ -241,36 +244,33 @@ cdef class Plan:
                 or rows * self.given.layout.num_kv_heads <= (LEAST_JOINED_TASKS - 1) * LEAST_JOINED_PANELS * KV_ROWS):
             return
         item.continues, item.part = True, before.part
-        self.call.num_tasks = item.first_task
 
-    cdef Py_ssize_t count_parts(self) noexcept nogil:
-        """Number the partial results of each query, per query head; returns how many there are."""
-        cdef Py_ssize_t i, j, parts = 0
+    cdef Py_ssize_t deal(self, int threads) noexcept nogil:
+        """Deal the splits of all items out to tasks, and number the partial results of each query, per query head; returns how many
+        slots there are for them."""
+        cdef Py_ssize_t i, j
         cdef kv_item *item
         cdef kv_query *query
+        deal(&self.call, threads)
         for i in range(self.call.num_items):
             item = self.call.items + i
             for j in range(item.num_queries):
                 query = self.call.queries + (item.members[j] if item.members != NULL else item.first_query + j)
                 query = self.call.queries + query.token
                 query.parts = max(query.parts, item.part + <int>item.splits)
-        for i in range(self.given.request.q.tokens):
-            query = self.call.queries + i
-            query.partial = parts
-            parts += query.parts if query.parts > 1 else 0
-        for i in range(self.given.request.q.tokens, self.call.num_queries):
-            query = self.call.queries + self.call.queries[i].token
-            self.call.queries[i].partial, self.call.queries[i].parts = query.partial, query.parts
-        return parts
+        return kv_count_slots(&self.call, self.given.request.q.tokens)
 
     cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil:
-        """Reserve memory for partial results and threads, as the last step before `run`; False if out of memory."""
-        cdef Py_ssize_t parts = self.count_parts() * self.call.num_q_heads, width = kv_partial_floats(self.call.values), i
-        self.given.parts = parts
-        if parts:
-            self.call.partials = <float *>self.workspace.reserve(PARTIALS, parts * width * sizeof(float))
+        """Deal the tasks, and reserve memory for partial results and threads, as the last step before `run`; False if out of memory."""
+        cdef Py_ssize_t width = kv_partial_floats(self.call.values), slots = self.deal(threads) * self.call.num_q_heads, i
+        if slots:
+            self.call.partials = <float *>self.workspace.reserve(PARTIALS, slots * width * sizeof(float))
+            self.call.unfinished = <int *>self.workspace.reserve(
+                COUNTS, self.given.request.q.tokens * self.given.layout.num_kv_heads * sizeof(int))
+            if self.call.unfinished != NULL:
+                kv_count_tasks(&self.call, self.given.request.q.tokens)
         if self.call.partials != NULL and self.call.num_queries > self.given.request.q.tokens:
-            for i in range(parts):  # a query may see no key of a split of a segment that others see
+            for i in range(slots):  # a query may see no key of a split of a segment that others see
                 self.call.partials[i * width], self.call.partials[i * width + 1] = -INFINITY, 0.0
         if self.wide:
             self.given.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
@@ -282,7 +282,8 @@ cdef class Plan:
         if self.given.chosen != NULL:
             self.chosen.c.room = <char *>self.workspace.reserve(GATHERED, threads * self.chosen.c.room_bytes)
         self.given.scratch = <void **>self.workspace.reserve(SCRATCH, threads * sizeof(void *))
-        return (self.given.scratch != NULL and (parts == 0 or self.call.partials != NULL) and (not self.wide or self.given.wide != NULL)
+        return (self.given.scratch != NULL and (slots == 0 or (self.call.partials != NULL and self.call.unfinished != NULL))
+                and (not self.wide or self.given.wide != NULL)
                 and (self.given.request.rope_q.data == NULL or self.given.rope != NULL)
                 and (self.given.layout.decode == NULL or self.given.decoded != NULL)
                 and (self.given.chosen == NULL or self.chosen.c.room != NULL))

@@ -7,28 +7,23 @@ from kvfast.attention.gather cimport read_chosen
 from kvfast.attention.plan cimport Plan, no_memory
 from kvfast.attention.request cimport Request
 from kvfast.attention.spans cimport read
-from kvfast.attention.tasks cimport (kv_attend_task, kv_call, kv_given, kv_item, kv_merge, kv_open_task, kv_own, kv_query,
-                                     kv_read_items, kv_source, kv_task, kv_traffic)
+from kvfast.attention.tasks cimport (kv_attend_task, kv_call, kv_given, kv_item, kv_open_task, kv_own, kv_query, kv_read_split,
+                                     kv_source, kv_split_begin, kv_task, kv_traffic)
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport check_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32
-from kvfast.core.limits cimport KV_MAX_HEAD_DIM
 from kvfast.core.scratch cimport give_scratch, take_scratch
-from kvfast.core.threads cimport DYNAMIC, STATIC, gather, kv_team, run_each, threads_for
-from kvfast.core.wipe cimport kv_wipe, kv_wipe_pages, kv_wipe_stack
+from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each, threads_for
+from kvfast.core.wipe cimport kv_wipe_pages, kv_wipe_stack
 
 from kvfast.attention.explained import AttendItem, AttendPlan
 from kvfast.core import slow_paths
 from kvfast.errors import NonFiniteInputError
 
 LOGS = slow_paths.LOGS
-
-cdef enum:
-    # One thread merges fewer partial results than this before a second team of threads could start.
-    SERIAL_MERGE = 512
 
 cdef kv_source _SOURCE
 cdef kv_source _CHOSEN
@@ -71,7 +66,7 @@ cdef object explain_plan(Request request, Plan plan, str storage):
     cdef kv_item *item
     cdef Py_ssize_t i, rows = 1
     cdef int threads = threads_for(request.num_threads, <double>plan.work)
-    plan.count_parts()
+    plan.deal(threads)
     # The tasks run, read no queries and write no output: they count.
     memset(&traffic, 0, sizeof(traffic))
     plan.call.source, plan.given.traffic, plan.given.scratch = _source_of(&plan.given), &traffic, &scratch
@@ -85,7 +80,10 @@ cdef object explain_plan(Request request, Plan plan, str storage):
     items = []
     for i in range(plan.call.num_items):
         item = plan.call.items + i
-        items.append(AttendItem(item.num_queries, item.begin, item.end, item.splits, item.split_tokens, item.row_blocks))
+        items.append(AttendItem(
+            item.num_queries, item.begin, item.end,
+            tuple([max(item.begin, kv_split_begin(item, item.first_split + split)) for split in range(item.splits)]), item.run,
+            item.row_blocks))
         rows = max(rows, min(item.num_queries * plan.call.group, <Py_ssize_t>item.block_rows))
     return AttendPlan(
         isa=plan.call.kernels.isa.decode(), storage=storage,
@@ -117,16 +115,11 @@ cdef tuple _kernels_of(const kv_layout *layout):
 
 cdef bint run_tasks(kv_call *call, kv_team *team) noexcept nogil:
     cdef kv_given *given = <kv_given *>call.given
-    cdef kv_team merging = team[0]
     if not take_scratch(given.scratch, team.threads):
         return False
     call.source, given.watch = _source_of(given), team.watch
     run_each(team, _attend, call, call.num_tasks, DYNAMIC)
     give_scratch(given.scratch, team.threads)
-    if call.partials != NULL:
-        if given.parts < SERIAL_MERGE or given.request.q.tokens == 1:
-            merging.threads = 1
-        run_each(&merging, _merge, call, given.request.q.tokens, STATIC)
     return True
 
 
@@ -135,6 +128,7 @@ cdef int _attend(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     cdef const kv_given *given = <const kv_given *>call.given
     cdef kv_own *own = <kv_own *>given.scratch[thread]
     cdef kv_task task
+    cdef Py_ssize_t split
     own.rope = given.rope + thread if given.rope != NULL else NULL
     own.decoded = given.decoded + thread * given.decoded_size if given.decoded != NULL else NULL
     own.gathered = given.chosen.room + thread * given.chosen.room_bytes if given.chosen != NULL else NULL
@@ -150,7 +144,8 @@ cdef int _attend(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
         own.rope.queries.room = &own.room
     kv_open_task(&task, call, index)
     if given.traffic != NULL:
-        kv_read_items(&task)
+        for split in range(task.first_split, task.end_split):
+            kv_read_split(&task, split)
         return 0
     kv_attend_task(&task)
     if given.layout.secure:
@@ -172,18 +167,3 @@ cdef void _write(const kv_call *call, const kv_query *query, Py_ssize_t q_head, 
     call.kernels.from_float[out.dtype](row, dim, out.data + query.token * out.token_stride + q_head * out.head_stride)
     if given.request.lse != NULL:
         given.request.lse[query.token * call.num_q_heads + q_head] = top + logf(l)
-
-
-cdef int _merge(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noexcept nogil:
-    """Merge the partial results of one query token."""
-    cdef const kv_call *call = <const kv_call *>shared
-    cdef const kv_query *query = call.queries + token
-    cdef Py_ssize_t q_head
-    cdef float sums[KV_MAX_HEAD_DIM]
-    if query.parts == 1:
-        return 0
-    for q_head in range(call.num_q_heads):
-        kv_merge(call, query, q_head, sums)
-    if (<const kv_given *>call.given).layout.secure:
-        kv_wipe(sums, sizeof(sums))
-    return 0

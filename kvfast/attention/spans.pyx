@@ -55,32 +55,35 @@ cdef void open_rows(kv_task *task) noexcept nogil:
 
 
 cdef void read(kv_task *task) noexcept nogil:
-    """Read what the task's rows see of its split of an item; see `kv_source`."""
+    """Read what the task's rows see of a split of an item; see `kv_source`."""
     cdef const kv_call *call = task.call
     cdef const kv_given *given = given_of(task)
     cdef const kv_item *item = task.item
     cdef const kv_query *query
     cdef kv_own *own = own_of(task)
-    cdef kv_range rest
+    cdef kv_range rest, following
     cdef Py_ssize_t begin = item.end, end = 0, sinks_end = 0  # what all rows together see of the split
-    cdef Py_ssize_t split_begin = item.begin + task.split * item.split_tokens
+    cdef Py_ssize_t tree = -1
     cdef int r, step = step_of(task)
-    open_rows(task)
+    if not task.loaded:
+        open_rows(task)
     for r in range(task.rows):
         query = call.queries + own.tokens[r]
         own.starts[r], own.stops[r], own.sink_stops[r] = query.start, query.stop, query.sink_stop
         begin = min(begin, query.start)
         end = max(end, query.stop)
         sinks_end = max(sinks_end, query.sink_stop)
-    begin = max(begin // step * step, split_begin)
-    end = min(min(end, item.end), split_begin + item.split_tokens)
+        if query.ancestors:
+            tree = query.tree
+    begin = max(begin // step * step, task.begin)
+    end = min(end, task.end)
     if task.split > 0 or item.part > 0:
         sinks_end = 0
 
     # Prefetch the first keys: no earlier tile did.
     if sinks_end > 0:
         touch_sinks(task, sinks_end)
-    if not given.layout.seals or begin < keys_of(task).context.floats_begin:
+    if not task.loaded and (not given.layout.seals or begin < keys_of(task).context.floats_begin):
         touch(task, begin, given.tile)
     if given.layout.float_tokens and (sinks_end > 0 or begin < given.layout.float_tokens):
         touch_first_floats(task)
@@ -89,12 +92,14 @@ cdef void read(kv_task *task) noexcept nogil:
         load(task, &given.request.q if given.request.sink_q.data == NULL else &given.request.sink_q)
         rest = kv_range(given.layout, given.tile, begin, end)
         _attend_span(task, 0, sinks_end, _ZEROS, own.sink_stops, &rest)
-    if sinks_end == 0 or given.request.sink_q.data != NULL:
+    if (not task.loaded and sinks_end == 0) or (sinks_end > 0 and given.request.sink_q.data != NULL):
         load(task, &given.request.q)
     if begin < end:
-        _attend_span(task, begin, end, own.starts, own.stops, NULL)
-    if item.members == NULL and task.split == item.splits - 1:
+        following = kv_range(given.layout, given.tile, end, item.end)
+        _attend_span(task, begin, end, own.starts, own.stops, &following if task.split + 1 < task.end_split else NULL)
+    if item.members == NULL and task.begin <= tree < task.end:
         _read_tree(task)
+        open_rows(task)  # for the next split
 
 
 cdef void _read_tree(kv_task *task) noexcept nogil:

@@ -18,14 +18,16 @@ cdef extern from "attention/walk/walk.h" nogil:
 
     ctypedef struct kv_query:
         Py_ssize_t token, position, sink_stop, start, stop, partial
-        int parts
+        int parts, slots
         uint64_t ancestors
         Py_ssize_t tree
 
     ctypedef struct kv_item:
         const void *keys           # a kv_keys
         const int32_t *members
-        Py_ssize_t first_query, num_queries, begin, end, split_tokens, splits, row_blocks, first_task
+        Py_ssize_t first_query, num_queries, begin, end, split_from, split_tokens
+        int run
+        Py_ssize_t first_split, splits, row_blocks, first_task
         int part, block_rows, continues
 
     ctypedef struct kv_source:
@@ -43,12 +45,14 @@ cdef extern from "attention/walk/walk.h" nogil:
         kv_item *items
         kv_query *queries
         float *partials
+        int *unfinished
 
     ctypedef struct kv_task:
         const kv_call *call
         const kv_item *item
         int head, rows
-        Py_ssize_t first_row, split
+        Py_ssize_t first_row, first_split, end_split, split, begin, end
+        int loaded
         kv_score_options options
         kv_scratch *narrow
         kv_wide_scratch *wide
@@ -57,13 +61,16 @@ cdef extern from "attention/walk/walk.h" nogil:
 
     int kv_num_blocks(const kv_task *task)
     Py_ssize_t kv_query_of(const kv_call *call, const kv_item *item, Py_ssize_t row)
-    void kv_cut_context(kv_item *item, Py_ssize_t end, Py_ssize_t split_tokens)
-    void kv_add_item(kv_call *call)
+    Py_ssize_t kv_split_begin(const kv_item *item, Py_ssize_t split)
+    Py_ssize_t kv_split_at(const kv_item *item, Py_ssize_t position)
+    void kv_cut_context(kv_item *item, Py_ssize_t end)
+    void kv_add_tasks(kv_call *call, kv_item *item)
     void kv_open_task(kv_task *task, const kv_call *call, Py_ssize_t index)
-    void kv_read_items(kv_task *task)
+    void kv_read_split(kv_task *task, Py_ssize_t split)
     void kv_attend_task(kv_task *task)
     Py_ssize_t kv_partial_floats(const kv_side *values)
-    void kv_merge(const kv_call *call, const kv_query *query, Py_ssize_t q_head, float *sums)
+    Py_ssize_t kv_count_slots(kv_call *call, Py_ssize_t num_tokens)
+    void kv_count_tasks(const kv_call *call, Py_ssize_t num_tokens)
 
 
 # Where the keys of an item are.
@@ -112,7 +119,6 @@ ctypedef struct kv_given:
     int tile                   # tokens between two softmax corrections
     int float_tile             # the same for float rows
     int wide_kind              # KV_INTEGERS or KV_HALVES: what panels are multiplied with
-    Py_ssize_t parts           # partial results
     void **scratch             # (threads,) memory for a kv_own each
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
@@ -128,6 +134,7 @@ ctypedef struct kv_given:
 ctypedef struct kv_own:
     kv_scratch scratch
     kv_room room
+    const kv_side *prepared    # the keys for which the scratch has the rows, or NULL
     float rest[2 * KV_ROWS * KV_MAX_HEAD_DIM]
     Py_ssize_t starts[KV_TASK_ROWS]        # what each row sees of an item
     Py_ssize_t stops[KV_TASK_ROWS]

@@ -36,6 +36,7 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
     cdef int i
     if given.traffic != NULL:
         return
+    own.prepared = NULL
     if task.wide == NULL:
         _load_rows(task, q, &layout.k, 0, task.rows, task.narrow.rows)
         if rope != NULL:
@@ -205,11 +206,13 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         v_bytes > 0 and lead % min(k_bytes, v_bytes) != 0)
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
-    kernels.prepare[k.dtype](k, scratch.rows, task.rows, given_of(task).request.scale, &scratch.queries)
+    if own.prepared != k:
+        kernels.prepare[k.dtype](k, scratch.rows, task.rows, given_of(task).request.scale, &scratch.queries)
+        if own.rope != NULL:
+            kernels.prepare[v.dtype](v, own.rope.rows, task.rows, given_of(task).request.scale, &own.rope.queries)
+        own.prepared = k
     if not layout.latent and not kv_bends(&task.options):
         scratch.queries.most = state.m
-    if own.rope != NULL:
-        kernels.prepare[v.dtype](v, own.rope.rows, task.rows, given_of(task).request.scale, &own.rope.queries)
     _locate(task, layout, t, tile, &keys[0], &values[0])
     while t < end:
         if is_stopped(given_of(task).watch):

@@ -5,6 +5,7 @@ cdef enum:
     ITEMS
     QUERIES
     PARTIALS
+    COUNTS                     # tasks of each query and KV head
     WIDE
     ROPE
     DECODED

@@ -36,10 +36,9 @@ def ranges(plan, heads, group, length, n):
         for row in range(0, item.num_queries * group, rows):
             last = (min(row + rows, item.num_queries * group) - 1) // group
             end = item.end - (item.num_queries - 1 - last)
-            for split in range(item.num_splits):
-                begin = item.begin + split * item.split_tokens
+            for begin, stop in zip(item.splits, (*item.splits[1:], item.end), strict=True):
                 if begin < end:
-                    yield begin, min(end, begin + item.split_tokens)
+                    yield begin, min(end, stop)
 
 
 @pytest.mark.parametrize("dim", [64, 20, 80])
@@ -71,7 +70,7 @@ def test_bytes_of_many_queries(data):
     passes = list(ranges(plan, heads, group, length, n))
     tokens = heads * sum(lanes(end - begin) for begin, end in passes)
     assert told(plan) == (tokens * 2 * 32, tokens * 2 * 4, 0)
-    assert plan.num_tasks == heads * sum(item.num_splits * item.row_blocks for item in plan.items)
+    assert plan.num_tasks == heads * sum(item.num_runs * item.row_blocks for item in plan.items)
     assert sum(item.num_queries for item in plan.items) == n
     assert plan.items[-1].end == length and (plan.rows <= ROWS or "attend_panels" in plan.kernels)
 
@@ -107,8 +106,11 @@ def test_splits_and_threads():
     for num_splits in (1, 2, 5):
         plan = cache.explain(0, (1, 4, 64), num_splits=num_splits)
         assert plan.num_splits == num_splits and plan.num_tasks == 2 * num_splits
-        assert plan.items[0].split_tokens * num_splits >= 20000
-    assert cache.explain(0, (1, 4, 64)).num_splits > 1
+        assert plan.items[0].num_runs == num_splits
+    single, many = (cache.explain(0, (1, 4, 64), num_threads=num_threads) for num_threads in (1, 16))
+    assert single.num_tasks == 2 and single.items[0].splits == many.items[0].splits
+    if kvfast.has_openmp():
+        assert many.num_tasks == 2 * many.items[0].num_runs == 40
     assert cache.explain(0, (1, 4, 64), num_threads=1).num_threads == 1
     assert cache.explain(0, (1, 4, 64), num_threads=7).num_threads == (7 if kvfast.has_openmp() else 1)
     assert filled(10).explain(0, (1, 4, 64), num_threads=7).num_threads == 1  # not worth a second thread

@@ -143,7 +143,7 @@ class World:
             drafts = int(self.case.later.integers(1, min(n, 64) + 1))
             options["parents"] = [int(self.case.later.integers(-1, i)) for i in range(drafts)]
         elif self.takes_chosen and "alibi_slopes" not in options and often(self.case.later, 0.1):
-            defaults = {"sliding_window": window, "num_sink_tokens": self.num_sink_tokens if self.windows else 0}
+            defaults = {"sliding_window": window, "num_sink_tokens": self.num_sink_tokens if window else 0}
             options |= random_choice(self.case.later, track.layer_length(layer), n, self.heads, **defaults | options)
         out, out_dtype = self.random_out((n, num_q_heads, self.out_dim))
         self.case.note("attend", layer, n, num_q_heads, out_dtype, options)

@@ -1,10 +1,11 @@
 /* The walk of attention, once for the blocks of kvfast and for the tensors of ggml (llama_cpp/backend).
 
    Streaming softmax straight on the stored bytes (FlashAttention, arXiv 2205.14135, and its split form for decoding, Flash-Decoding).
-   The query rows of a KV head, its query heads x the query tokens, share every pass over a tile. A task is an item, a KV head, a split
-   of the context and a block of these rows (cut.inc.h). It resets its rows (rows.inc.h), has the source of the call read its split, and
-   leaves output rows, or partial results that are merged in order (merge.inc.h): the same bits for every number of threads. There are
-   no threads here: whoever includes this has the loop over tasks. */
+   The query rows of a KV head, its query heads x the query tokens, share every pass over a tile. The context is cut into splits. A task
+   is an item, a KV head, a run of splits and a block of these rows (cut.inc.h). For each split it resets its rows (rows.inc.h) and has
+   the source of the call read them. Each split leaves a partial result, and those of a row are folded in order, by the task or by the
+   last one to end (merge.inc.h). So the bits depend on the splits, and not on the runs or the threads. There are no threads here:
+   whoever includes this has the loop over tasks. */
 #ifndef KVFAST_WALK_H
 #define KVFAST_WALK_H
 
@@ -25,8 +26,9 @@ static inline int kv_first_bit(uint64_t bits) { return bits ? __builtin_ctzll(bi
 typedef struct {
     ptrdiff_t token;             /* its row of q and of the output */
     ptrdiff_t position, sink_stop, start, stop;
-    ptrdiff_t partial;           /* partial results of the queries before it, per query head */
+    ptrdiff_t partial;           /* slots for partial results of the queries before it, per query head */
     int parts;                   /* number of its own partial results, per query head */
+    int slots;                   /* for these: 1 if one task has them all, else one each */
     uint64_t ancestors;          /* of a tree: what a draft sees of it besides, itself included: a bit for each position from tree on */
     ptrdiff_t tree;
 } kv_query;
@@ -37,8 +39,9 @@ typedef struct {
     const int32_t *members;      /* (num_queries,) indices of queries, or NULL: from first_query on */
     ptrdiff_t first_query, num_queries;
     ptrdiff_t begin, end;        /* positions read: begin, a multiple of KV_TILE, to end, and the sink tokens before */
-    ptrdiff_t split_tokens;      /* a multiple of KV_TILE */
-    ptrdiff_t splits, row_blocks, first_task;
+    ptrdiff_t split_from, split_tokens; /* splits of split_tokens each, a multiple of KV_TILE, from this position on */
+    int run;                     /* splits of a task */
+    ptrdiff_t first_split, splits, row_blocks, first_task;
     int part;                    /* index of its first split among the partial results of its queries */
     int continues;               /* the tasks of the item before it read it, too: the same rows, rotated for another segment */
     int block_rows;              /* query rows of a task: KV_ROWS, or more in panels or in several blocks */
@@ -46,7 +49,7 @@ typedef struct {
 
 /* Where the rows of a call come from, and where they go. */
 typedef struct {
-    /* Loads the query rows of the task, and adds to their state what they see of its split of task->item. */
+    /* Loads the query rows of the task if they are not loaded, and adds to their state what they see from task->begin to task->end. */
     void (*read)(kv_task *task);
     /* Writes an output row; the log-sum-exp is top + log(l). */
     void (*write)(const kv_call *call, const kv_query *query, ptrdiff_t q_head, float *row, float top, float l);
@@ -67,7 +70,8 @@ struct kv_call {
     ptrdiff_t num_items;
     kv_query *queries;           /* (num_queries,) the first of each token, then the others */
     ptrdiff_t num_queries, num_tasks;
-    float *partials;             /* (tokens, num_q_heads, parts, padded_dim of values + 2) */
+    float *partials;             /* (tokens, num_q_heads, slots, padded_dim of values + 2) */
+    int *unfinished;             /* (tokens, KV heads) tasks that have still to end */
 };
 
 /* The query rows of a task: in blocks of KV_ROWS, or in panels. */
@@ -75,7 +79,10 @@ struct kv_task {
     const kv_call *call;
     const kv_item *item;
     int head, rows;
-    ptrdiff_t first_row, split;  /* of the item */
+    ptrdiff_t first_row;         /* of the item */
+    ptrdiff_t first_split, end_split; /* of the item */
+    ptrdiff_t split, begin, end; /* the split that is read, and its positions */
+    int loaded;                  /* whether the rows are */
     kv_score_options options;
     kv_scratch *narrow;          /* (blocks,) */
     kv_wide_scratch *wide;       /* panels, or NULL: vectors take the rows */
@@ -88,48 +95,59 @@ struct kv_task {
 #include "rows.inc.h"
 
 /* Reads a split of the task's item, and of those that continue it. */
-static inline void kv_read_items(kv_task *task)
+static inline void kv_read_split(kv_task *task, ptrdiff_t split)
 {
     const kv_item *const first = task->item, *const end = task->call->items + task->call->num_items;
-    do task->call->source->read(task);
-    while (++task->item < end && task->item->continues);
+    task->split = split;
+    do {
+        kv_find_split(task);
+        task->call->source->read(task);
+        task->loaded = task->item == first && (first + 1 == end || !first[1].continues);
+    } while (++task->item < end && task->item->continues);
     task->item = first;
 }
 
-/* Ends those rows of a block whose bit is set. */
+/* Ends those rows of a block whose bit is set: of the split that was read. */
 static inline void kv_end_rows(const kv_task *task, int block, unsigned ended)
 {
-    const kv_call *call = task->call;
     for (int r = 0; r < kv_rows_of(task, block); r++) {
-        const ptrdiff_t row = task->first_row + block * KV_ROWS + r, q_head = task->head * call->group + row % call->group;
-        const kv_query *query = call->queries + kv_query_of(call, task->item, row);
         float m, l, *sums;
         if (!(ended >> r & 1)) continue;
         sums = kv_sums_of(task, block * KV_ROWS + r, &m, &l);
-        if (query->parts == 1) kv_write_row(call, query, q_head, sums, m, l);
-        else kv_write_partial(call, query, q_head, task->item->part + task->split, sums, m, l);
+        kv_end_row(task, task->first_row + block * KV_ROWS + r, sums, m, l);
     }
 }
 
-/* Attends, after kv_open_task. Rows whose rounding of weights counts are read again, with those of their block, as few rows are. */
-static inline void kv_attend_task(kv_task *task)
+/* Attends to a split. Rows whose rounding of weights counts are read again, with those of their block, as few rows are. */
+static inline void kv_attend_split(kv_task *task, ptrdiff_t split)
 {
-    unsigned again[KV_PANELS];
-    const int rows = task->rows, blocks = kv_num_blocks(task);
+    unsigned again[KV_PANELS], any = 0;
+    const kv_task whole = *task;
+    const int blocks = kv_num_blocks(task);
     kv_begin_rows(task, 0);
-    kv_read_items(task);
+    kv_read_split(task, split);
     for (int b = 0; b < blocks; b++) {
-        again[b] = kv_rows_to_refine(task, b);
+        any |= again[b] = kv_rows_to_refine(task, b);
         kv_end_rows(task, b, ~again[b]);
     }
-    task->wide = NULL;
+    if (!any) return;
+    if (whole.wide || blocks > 1) task->wide = NULL, task->loaded = 0;
     for (int b = 0; b < blocks; b++, task->first_row += KV_ROWS) {
         if (!again[b]) continue;
-        task->rows = rows - b * KV_ROWS < KV_ROWS ? rows - b * KV_ROWS : KV_ROWS;
+        task->rows = whole.rows - b * KV_ROWS < KV_ROWS ? whole.rows - b * KV_ROWS : KV_ROWS;
         kv_begin_rows(task, again[b]);
-        kv_read_items(task);
+        kv_read_split(task, split);
         kv_end_rows(task, 0, again[b]);
+        if (whole.wide || blocks > 1) task->loaded = 0;
     }
+    task->wide = whole.wide, task->first_row = whole.first_row, task->rows = whole.rows;
+}
+
+/* Attends, after kv_open_task. */
+static inline void kv_attend_task(kv_task *task)
+{
+    for (ptrdiff_t split = task->first_split; split < task->end_split; split++) kv_attend_split(task, split);
+    kv_end_task(task);
 }
 
 #endif

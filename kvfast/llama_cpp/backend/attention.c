@@ -84,7 +84,9 @@ static void plan(call *c)
     const int64_t token_bytes = (c->k.row_bytes + c->v.row_bytes) * heads;
     int64_t tokens = larger(SPLIT_BYTES / token_bytes, parts(c->tokens, MAX_SPLITS));
     if (c->rows > 4 * KV_ROWS) tokens = larger(tokens, parts(c->tokens, parts(ENOUGH_TASKS, streams * item->row_blocks * heads)));
-    kv_cut_context(item, c->tokens, larger(parts(tokens, KV_TILE), 1) * KV_TILE);
+    item->split_tokens = larger(parts(tokens, KV_TILE), 1) * KV_TILE;
+    item->run = 1;
+    kv_cut_context(item, c->tokens);
 }
 
 /* Adds the streams. */
@@ -92,10 +94,13 @@ static void add_items(kv_call *walk, kv_item item, int64_t streams)
 {
     for (int64_t i = 0; i < streams; i++, item.first_query += item.num_queries) {
         walk->items[i] = item;
-        kv_add_item(walk);
+        walk->num_items++;
+        kv_add_tasks(walk, walk->items + i);
     }
     for (int64_t i = 0; i < streams * item.num_queries; i++)
-        walk->queries[i] = (kv_query){.token = i, .partial = i * item.splits, .parts = (int)item.splits};
+        walk->queries[i] = (kv_query){.token = i, .parts = (int)item.splits};
+    kv_count_slots(walk, streams * item.num_queries);
+    if (item.splits > 1) kv_count_tasks(walk, streams * item.num_queries);
 }
 
 static bool reserve(call *c, int num_threads, kv_workspace *workspace)
@@ -106,7 +111,8 @@ static bool reserve(call *c, int num_threads, kv_workspace *workspace)
     const size_t packed = c->mask && c->q->ne[1] == 1 ? (size_t)((c->k.row_bytes + c->v.row_bytes) * c->tile) : 0;
     c->packed_at = parts(offsetof(scratch, narrow) + used, 64) * 64;
     c->scratch_bytes = parts(c->packed_at + packed, 4096) * 4096 + 64; /* no two threads at the same place of a page */
-    const size_t size = c->scratch_bytes * num_threads + partials + streams * sizeof(kv_item) + queries * sizeof(kv_query);
+    const size_t counts = splits ? queries * c->k.tensor->ne[2] * sizeof(int) : 0;
+    const size_t size = c->scratch_bytes * num_threads + partials + counts + streams * sizeof(kv_item) + queries * sizeof(kv_query);
     if (size > workspace->size) {
         kv_release(workspace);
         workspace->memory = aligned_alloc(64, parts(size, 64) * 64);
@@ -117,6 +123,8 @@ static bool reserve(call *c, int num_threads, kv_workspace *workspace)
     c->walk.queries = (kv_query *)(c->scratch + c->scratch_bytes * num_threads);
     c->walk.items = (kv_item *)(c->walk.queries + queries);
     c->walk.partials = (float *)(c->walk.items + streams);
+    c->walk.unfinished = (int *)((char *)c->walk.partials + partials);
+    c->walk.num_queries = queries;
     add_items(&c->walk, c->item, streams);
     return true;
 }
@@ -153,7 +161,6 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     const int64_t work = c.tokens * c.rows * (c.k.rows.head_dim + c.v.rows.head_dim) * heads;
     if (num_threads < 1 || work < SERIAL_BYTES) num_threads = 1;
     if (!reserve(&c, num_threads, workspace)) return false;
-    const int64_t merges = c.item.splits > 1 ? c.q->ne[1] * c.q->ne[2] * c.q->ne[3] : 0;
     /* All heads of a split share its lines, and a thread that goes on with the next split finds it fetched. */
     const int chunk = c.item.splits >= ENOUGH_TASKS / 2 ? (int)parts(c.walk.num_tasks, num_threads) : 1;
     (void)chunk;
@@ -169,8 +176,6 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
             kv_attend_task(&task);
         }
         if (c.matrix) kv_restore_matrix(&c.tier, &state);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < merges; i++) kv_merge(&c.walk, c.walk.queries + i / c.q->ne[2], i % c.q->ne[2], own->out);
     }
     return true;
 }

@@ -57,7 +57,6 @@ typedef struct {
     KV_ALIGNED uint16_t scales[KV_TILE * KV_MAX_HEAD_DIM / 32];
     KV_ALIGNED float values[KV_TILE * KV_MAX_HEAD_DIM];
     KV_ALIGNED float bias[MAX_BLOCKS * KV_ROWS * KV_TILE];
-    KV_ALIGNED float out[KV_MAX_HEAD_DIM];
     kv_row_queries queries[MAX_BLOCKS];
     kv_room room;            /* of the panels' kernels; those of float rows need none */
     union {

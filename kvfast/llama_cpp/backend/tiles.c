@@ -255,7 +255,7 @@ static void attend_tile(const kv_task *t, const tile_rows *k, const tile_rows *v
 static void read(kv_task *t)
 {
     const call *c = t->call->given;
-    const int64_t begin = t->split * t->item->split_tokens, stop = smaller(c->tokens, begin + t->item->split_tokens);
+    const int64_t begin = t->begin, stop = t->end;
     scratch *own = t->own;
     char *packed = (char *)own + c->packed_at;
     prepare_rows(t);

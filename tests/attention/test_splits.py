@@ -1,0 +1,108 @@
+"""How contexts are cut: by positions alone, so that a result has the same bits for every number of threads and of queries."""
+
+import numpy as np
+import pytest
+
+import kvfast
+
+THREADS = 1, 2, 3, 7, 16, 64
+TILE = 256  # most tokens between two softmax corrections
+
+
+def filled(kind, length, heads, dim, dtype, **options):
+    cache = kind(1, heads, dim, dtype=dtype, **options)
+    cache.append(0, *np.random.default_rng(length).standard_normal((2, length, heads, dim)).astype(np.float32))
+    cache.advance(length)
+    return cache
+
+
+def queries(tokens, heads, dim, seed=0):
+    return np.random.default_rng(seed).standard_normal((tokens, heads, dim)).astype(np.float32)
+
+
+def starts_of(plan):
+    (item,) = plan.items
+    return item.splits
+
+
+def test_splits_lie_at_the_same_positions():
+    cache = filled(kvfast.KVCache, 20000, 2, 64, "int8")
+    for length in (20000, 4097, 4096, 1025, 1024, 1):
+        cache.truncate(length)
+        assert starts_of(cache.explain(0, (1, 4, 64))) == tuple(range(0, length, 1024))
+
+
+def test_windows_are_cut_where_their_context_is():
+    cache = filled(kvfast.KVCache, 20000, 2, 64, "int8")
+    whole = starts_of(cache.explain(0, (1, 4, 64)))
+    for window in (1, 100, 3000, 20000):
+        begin = (20000 - window) // TILE * TILE
+        expected = begin, *(start for start in whole if start > begin)
+        assert starts_of(cache.explain(0, (1, 4, 64), sliding_window=window)) == expected
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "k8v4", "float32", "bfloat16"])
+def test_the_bits_for_any_number_of_threads(dtype):
+    cache = filled(kvfast.KVCache, 5000, 2, 64, dtype)
+    for tokens, options in (
+        (1, {}),
+        (1, {"sinks": np.linspace(-1, 1, 6, dtype=np.float32), "softcap": 5.0}),
+        (7, {"sliding_window": 3000, "num_sink_tokens": 4}),
+        (40, {}),
+    ):
+        q = queries(tokens, 6, 64)
+        expected = cache.attend(0, q, num_threads=1, return_lse=True, **options)
+        for num_threads in THREADS:
+            got = cache.attend(0, q, num_threads=num_threads, return_lse=True, **options)
+            assert np.array_equal(got[0], expected[0]) and np.array_equal(got[1], expected[1])
+
+
+def test_latent_rows_for_any_number_of_threads():
+    cache = kvfast.MLAKVCache(1, 128, 32, dtype="int8")
+    cache.append(0, np.random.default_rng(0).standard_normal((5000, 160)).astype(np.float32))
+    cache.advance(5000)
+    for heads in (4, 40):
+        q = queries(2, heads, 160)
+        expected = cache.attend(0, q, num_threads=1)
+        for num_threads in THREADS:
+            assert np.array_equal(cache.attend(0, q, num_threads=num_threads), expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 700}, {"sliding_window": 2100, "num_sink_tokens": 5}, {"attention_chunk_size": 900}]
+)
+@pytest.mark.parametrize("length", [1030, 2050, 4155])
+def test_a_query_alone_has_the_bits_of_a_few(length, options, dtype):
+    """Here some of the queries end in another split than others."""
+    cache = filled(kvfast.KVCache, length, 2, 64, dtype)
+    q = queries(16, 4, 64)
+    together = cache.attend(0, q, **options)
+    for i in range(15, -1, -1):
+        assert np.array_equal(cache.attend(0, q[i : i + 1], **options), together[i : i + 1])
+        cache.truncate(len(cache) - 1)
+
+
+def test_splits_without_a_visible_token():
+    """The first splits of the first query's window lie before the windows of the others."""
+    cache = filled(kvfast.KVCache, 4000, 1, 64, "float32")
+    q = queries(3, 2, 64)
+    k, v = cache.k(0), cache.v(0)
+    expected = kvfast.attention(q, k, v, sliding_window=33, num_splits=1)
+    assert np.allclose(cache.attend(0, q, sliding_window=33), expected, atol=1e-5)
+    assert np.allclose(cache.attend(0, q, num_threads=5), kvfast.attention(q, k, v, num_splits=1), atol=1e-5)
+
+
+def test_batches_have_the_bits_of_their_sequences():
+    """For any number of threads, each of which changes how many splits a task has."""
+    pool = kvfast.PagedKVCache(1, 2, 64, 400, 64, "int8")
+    lengths = 5000, 1, 600, 2500, 4096
+    sequences = [pool.new_sequence() for _ in lengths]
+    for sequence, length in zip(sequences, lengths, strict=True):
+        sequence.append(0, *np.random.default_rng(length).standard_normal((2, length, 2, 64)).astype(np.float32))
+        sequence.advance(length)
+    q = queries(len(lengths), 8, 64)
+    for num_threads in THREADS:
+        together = pool.attend_batch(0, q, sequences, num_threads=num_threads)
+        for i, sequence in enumerate(sequences):
+            assert np.array_equal(sequence.attend(0, q[i : i + 1]), together[i : i + 1])

@@ -15,4 +15,4 @@ cdef void cut_context(const kv_call *call, kv_item *item, Py_ssize_t end) noexce
 cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil
 cdef bint cut_alike(const kv_item *item, const kv_query *a, const kv_query *b) noexcept nogil
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil
-cdef void deal(kv_call *call, int threads) noexcept nogil
+cdef void deal_splits(kv_call *call, int threads) noexcept nogil

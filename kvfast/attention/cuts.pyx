@@ -121,7 +121,7 @@ cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil
 
 
 cdef bint cut_alike(const kv_item *item, const kv_query *a, const kv_query *b) noexcept nogil:
-    """Whether two queries of an item read their sink tokens in the same split, which is the first that they read, as each would alone."""
+    """Whether two queries of an item read their sink tokens, if any, in the same split: the first one that each would read alone."""
     return (a.sink_stop == 0 and b.sink_stop == 0) or (
         kv_split_at(item, max(item.begin, a.start)) == kv_split_at(item, max(item.begin, b.start)))
 
@@ -171,7 +171,7 @@ cdef Py_ssize_t _choose_row_blocks(const kv_call *call, Py_ssize_t panels, Py_ss
         blocks += 1
 
 
-cdef void deal(kv_call *call, int threads) noexcept nogil:
+cdef void deal_splits(kv_call *call, int threads) noexcept nogil:
     """Set the splits of each task, and number the tasks of all items. No bit of a row depends on it."""
     cdef const kv_given *given = <const kv_given *>call.given
     cdef Py_ssize_t heads = given.layout.num_kv_heads, all_splits = 0, most, i

@@ -8,11 +8,11 @@ from libc.stdint cimport int64_t, uint16_t, uint64_t
 from libc.string cimport memset
 
 from kvfast.attention.chosen cimport open_chosen
-from kvfast.attention.cuts cimport begin_of, choose_tile, cut_alike, cut_context, cut_rows, deal, work_of
+from kvfast.attention.cuts cimport begin_of, choose_tile, cut_alike, cut_context, cut_rows, deal_splits, work_of
 from kvfast.attention.families cimport NO_PACKED_PANELS
 from kvfast.attention.request cimport Request, kv_request
-from kvfast.attention.tasks cimport (kv_call, kv_count_bits, kv_count_slots, kv_count_tasks, kv_given, kv_item, kv_keys, kv_partial_floats,
-                                     kv_query)
+from kvfast.attention.tasks cimport (kv_call, kv_count_bits, kv_count_slots, kv_count_tasks, kv_given, kv_item, kv_keys,
+                                     kv_partial_floats, kv_query)
 from kvfast.attention.workspace cimport (COUNTS, DECODED, GATHERED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE,
                                          Workspace)
 from kvfast.codec.blocks cimport kv_context, kv_layout, values_of
@@ -204,7 +204,7 @@ cdef class Plan:
                 item.num_queries = n
             end = item.begin + 1
             for i in range(n):
-                end = max(end, first[i].tree + 1 if first[i].ancestors else first[i].stop)
+                end = max(end, first[i].stop, first[i].tree + 1 if first[i].ancestors else 0)
             self.close(item, end)
             first_query += n
             num_queries -= n
@@ -251,7 +251,7 @@ cdef class Plan:
         cdef Py_ssize_t i, j
         cdef kv_item *item
         cdef kv_query *query
-        deal(&self.call, threads)
+        deal_splits(&self.call, threads)
         for i in range(self.call.num_items):
             item = self.call.items + i
             for j in range(item.num_queries):

@@ -181,12 +181,11 @@ static inline __attribute__((always_inline)) void KV(scores_floating)(
     const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count, int start,
     const kv_ahead *ahead, float *scores, const int dtype)
 {
+#ifdef vhalves /* rows of a quad are of one kind */
     for (int row = 0, rows; row < num_rows; row += rows) {
-        const float *q = queries->values + row * side->padded_dim;
+        const float *q = queries->values + row * side->padded_dim, *scale = queries->scale + row;
         int t = 0;
         rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
-#ifdef vhalves /* rows of a quad are of one kind */
-        const float *scale = queries->scale + row;
         for (int r = 1; dtype == KV_BFLOAT16 && r < rows; r++)
             if ((scale[r] == 0.0f) != (scale[0] == 0.0f)) rows = r;
 #define KV_QUAD_SCORES(R, T)                                                                                            \
@@ -197,6 +196,10 @@ static inline __attribute__((always_inline)) void KV(scores_floating)(
         KV(score_quad)(keys + t * side->row_stride, side->row_stride, side->padded_dim, q, R, T, fetch,                 \
                        scores + row * KV_TILE + t, dtype);
 #else
+    for (int row = 0; row < num_rows; row += KV_QUAD) {
+        const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
+        const float *q = queries->values + row * side->padded_dim;
+        int t = 0;
 #define KV_QUAD_SCORES(R, T)                                                                         \
     KV(score_quad)(keys + t * side->row_stride, side->row_stride, side->padded_dim, q, R, T, fetch, \
                     scores + row * KV_TILE + t, dtype);

@@ -91,14 +91,20 @@ static inline __attribute__((always_inline)) void KV(dot_key_units)(
         x += 16 * KV_QUAD;                                        \
     } while (0)
 #else
-#define KV_MULTIPLY(line, codes, other, more)                                                           \
-    do {                                                                                                \
-        const int8_t *y = x + (size_t)(line) * (8 * KV_QUAD), *z = x + (size_t)(other) * (8 * KV_QUAD); \
-        KV_MULTIPLY_LINES(KV_BYTES(codes), y, KV_BYTES(more), z);                                       \
+#define KV_MULTIPLY_KEYS(line, codes)                                   \
+    do {                                                                \
+        const int8_t *y = x + (size_t)(line) * (8 * KV_QUAD);           \
+        KV_MULTIPLY_LINE(KV_BYTES(codes), y);                           \
+    } while (0)
+#define KV_MULTIPLY(line, codes, other, more)                           \
+    do {                                                                \
+        KV_MULTIPLY_KEYS(line, codes);                                  \
+        KV_MULTIPLY_KEYS(other, more);                                  \
     } while (0)
 #endif
         KV_EACH_KEY_LINES(dtype, order, u, low[v], high[v], KV_MULTIPLY);
 #undef KV_MULTIPLY
+#undef KV_MULTIPLY_KEYS
 #undef KV_BYTES
     }
     KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = KV_TOTAL(a[r][v], b[r][v]);););

@@ -65,13 +65,13 @@ MODE=$mode CC=$work/cc LDSHARED="aarch64-linux-gnu-gcc -shared" CFLAGS="-I$root/
     "$python" setup.py -q build_ext --inplace -j "$(nproc)"
 python "$audit" $(find kvfast -name "*-aarch64-linux-gnu.so")
 
-export QEMU_CPU=neoverse-n1 OPENBLAS_NUM_THREADS=1
+export QEMU_CPU=max OPENBLAS_NUM_THREADS=1
 "$python" -m kvfast info
 [ $# -gt 0 ] || [ $mode = short ] || set -- $KERNELS
 if [ $# = 0 ]; then
     set -- tests/core/test_dispatch.py tests/attention/test_attention.py::test_tiers_agree
     for shape in "64, 127, 1, 3, 9" "17, 65, 65, 2, 6" "80, 128, 5, 1, 16"; do
-        set -- "$@" "tests/attention/test_attention.py::test_every_dtype_and_size[neon"{,_dotprod}"-($shape)]"
+        set -- "$@" "tests/attention/test_attention.py::test_every_dtype_and_size[neon"{,_dotprod,_i8mm,_bf16}"-($shape)]"
     done
 fi
 "$python" -m pytest -q -p no:cacheprovider "$@"

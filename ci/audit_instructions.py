@@ -32,6 +32,8 @@ TIERS = {
     "amx": {"popcnt", "vex", "evex", "vnni", "vbmi", "amx"},
     "neon": set(),
     "neon_dotprod": {"dotprod"},
+    "neon_i8mm": {"i8mm"},
+    "neon_bf16": {"i8mm", "bf16"},
 }
 # Ask the processor what it has, and the operating system through XCR0, which is there when CPUID says so.
 ASKS = re.compile(r"(__cpu_indicator_init|get_available_features|kv_cpu_features|kv_supported)(\..*)?")

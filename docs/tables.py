@@ -149,6 +149,16 @@ def retrieval():
     return _table(["cache", *(f"{one['tokens']:,} tokens" for one in lengths)], [["`float32`", *floats], *rows])
 
 
+def cycles():
+    """Cycles of a tile of keys on ARM processors, by LLVM's models of them."""
+    found, columns = {}, {}
+    for one in load("cycles")["results"]:
+        columns[one["core"] + (", matrix products" if one["tier"] != "neon_dotprod" else ", dot products")] = None
+        place = f"`{one['keys']}`", f"{one['rows']}"
+        found.setdefault(place, []).append(f"{one['cycles']:,} ({one['bound']})")
+    return _table(["keys", "query rows", *columns], [[*place, *cells] for place, cells in found.items()])
+
+
 def compression():
     rows = []
     for one in load("compression")["results"]:
@@ -330,7 +340,7 @@ def _reason(text):
 
 TABLES = {
     function.__name__: function
-    for function in (memory, dtypes, kernels, accuracy, texts, retrieval, compression, speed, precision, peers, architectures)
+    for function in (memory, dtypes, kernels, cycles, accuracy, texts, retrieval, compression, speed, precision, peers, architectures)
 }
 TABLES["speed_zen5"] = partial(speed, "decode_zen5")
 

@@ -287,6 +287,11 @@ def _add_bench(commands):
     add("--megabytes", type=_positive, metavar="N", help="megabytes that a decode call reads at least (default: 512)")
     add("--short", action="store_true", help="fewer contexts, in half a minute")
     add("--json", metavar="FILE", help="write the results as JSON")
+    add(
+        "--report",
+        metavar="FILE",
+        help="measure every tier of this processor, and write JSON to send to us: processor, versions, medians; no name or path",
+    )
     add("--plot", metavar="FILE", help="draw time per token over context, and the memory wall: a PNG, SVG or PDF file")
     parser.set_defaults(run=_later("bench.command", "run_bench"), extras={"rich": "bench"})
 

@@ -19,6 +19,7 @@ _TIERS = {
     "avx_vnni": "decoding took up to 1.5 times as long as with AVX-512 VNNI on integers, up to 1.3 times on float16",
     "avx2": "decoding took 1.1 to 2 times as long as with AVX-512 VNNI on integers, up to 1.3 times on float16",
     "sse2": "decoding took 2 to 6 times as long as with AVX-512 VNNI on integers, 3 times on float16",
+    "neon_dotprod": "integers take up to twice as many products as with those of 8-bit matrices (counted, not timed)",
     "neon": "without dot products integers take twice as many multiplications (counted, not timed)",
     "scalar": "decoding took 15 to 50 times as long as with AVX-512 VNNI on integers, 12 times on float16",
 }
@@ -27,6 +28,7 @@ _NEEDS = {
     "avx_vnni": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"),
     "avx2": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"),
     "sse2": ("avx2", "fma"),
+    "neon_dotprod": ("i8mm",),
     "neon": ("dotprod",),
     "scalar": ("sse2",),
 }

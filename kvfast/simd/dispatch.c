@@ -36,16 +36,51 @@ static int has_avx_vnni(void)
 #endif
 
 #if KV_ARM64
+#if defined(__APPLE__)
+static int has_feature(const char *name)
+{
+    int present = 0;
+    size_t size = sizeof present;
+    return sysctlbyname(name, &present, &size, NULL, 0) == 0 && present;
+}
+#endif
+
 static int has_dotprod(void)
 {
 #if defined(__linux__)
     enum { DOT_PRODUCTS = 1 << 20 }; /* HWCAP_ASIMDDP */
     return (getauxval(AT_HWCAP) & DOT_PRODUCTS) != 0;
 #elif defined(__APPLE__)
-    int present = 0;
-    size_t size = sizeof present;
-    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &present, &size, NULL, 0) == 0 && present;
+    return has_feature("hw.optional.arm.FEAT_DotProd");
 #elif defined(__ARM_FEATURE_DOTPROD)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+static int has_i8mm(void)
+{
+#if defined(__linux__)
+    enum { MATRIX_PRODUCTS = 1 << 13 }; /* HWCAP2_I8MM */
+    return (getauxval(AT_HWCAP2) & MATRIX_PRODUCTS) != 0;
+#elif defined(__APPLE__)
+    return has_feature("hw.optional.arm.FEAT_I8MM");
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+static int has_bf16(void)
+{
+#if defined(__linux__)
+    enum { BFLOAT16_PRODUCTS = 1 << 14 }; /* HWCAP2_BF16 */
+    return (getauxval(AT_HWCAP2) & BFLOAT16_PRODUCTS) != 0;
+#elif defined(__APPLE__)
+    return has_feature("hw.optional.arm.FEAT_BF16");
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     return 1;
 #else
     return 0;
@@ -89,6 +124,12 @@ int kv_supported(const kv_kernels *kernels)
     if (kernels == &kv_kernels_avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 #endif
+#if KV_HAVE_BF16
+    if (kernels == &kv_kernels_neon_bf16) return has_i8mm() && has_bf16();
+#endif
+#if KV_HAVE_I8MM
+    if (kernels == &kv_kernels_neon_i8mm) return has_i8mm();
+#endif
 #if KV_HAVE_DOTPROD
     if (kernels == &kv_kernels_neon_dotprod) return has_dotprod();
 #endif
@@ -126,7 +167,7 @@ const kv_cpu_feature *kv_cpu_features(void)
         {"amx_int8", 0}, {"amx_bf16", 0},
 #endif
 #if KV_ARM64
-        {"neon", 1}, {"dotprod", 0},
+        {"neon", 1}, {"dotprod", 0}, {"i8mm", 0}, {"bf16", 0},
 #endif
         {NULL, 0}};
 #if KV_X86
@@ -143,6 +184,8 @@ const kv_cpu_feature *kv_cpu_features(void)
 #endif
 #if KV_ARM64
     features[1].present = has_dotprod();
+    features[2].present = has_i8mm();
+    features[3].present = has_bf16();
 #endif
     return features;
 }

@@ -38,6 +38,17 @@
 #define KV_HAVE_DOTPROD 0
 #endif
 
+#if KV_HAVE_DOTPROD && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_MATMUL_INT8))
+#define KV_HAVE_I8MM 1
+#else
+#define KV_HAVE_I8MM 0
+#endif
+#if KV_HAVE_I8MM && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#define KV_HAVE_BF16 1
+#else
+#define KV_HAVE_BF16 0
+#endif
+
 /* TIER(name) for each table of kernels, best first; tiers/ has them. The matrix unit's stands next to avx512_vbmi. */
 #if KV_HAVE_AMX
 #define KV_MATRIX_TIERS(TIER) TIER(amx)
@@ -54,6 +65,16 @@
 #else
 #define KV_SSE2_TIERS(TIER)
 #endif
+#if KV_HAVE_BF16
+#define KV_BF16_TIERS(TIER) TIER(neon_bf16)
+#else
+#define KV_BF16_TIERS(TIER)
+#endif
+#if KV_HAVE_I8MM
+#define KV_I8MM_TIERS(TIER) TIER(neon_i8mm)
+#else
+#define KV_I8MM_TIERS(TIER)
+#endif
 #if KV_HAVE_DOTPROD
 #define KV_DOTPROD_TIERS(TIER) TIER(neon_dotprod)
 #else
@@ -63,7 +84,7 @@
 #define KV_VECTOR_TIERS(TIER) \
     TIER(avx512_vbmi) TIER(avx512_vnni) TIER(avx512) KV_AVX_VNNI_TIERS(TIER) TIER(avx2) KV_SSE2_TIERS(TIER) TIER(scalar)
 #elif KV_ARM64
-#define KV_VECTOR_TIERS(TIER) KV_DOTPROD_TIERS(TIER) TIER(neon) TIER(scalar)
+#define KV_VECTOR_TIERS(TIER) KV_BF16_TIERS(TIER) KV_I8MM_TIERS(TIER) KV_DOTPROD_TIERS(TIER) TIER(neon) TIER(scalar)
 #else
 #define KV_VECTOR_TIERS(TIER) TIER(scalar)
 #endif

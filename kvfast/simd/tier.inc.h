@@ -7,6 +7,7 @@
 #include "coding/packed.inc.h"
 #include "coding/layout.inc.h"
 #include "coding/seal.inc.h"
+#include "vectors/lines.inc.h"
 #include "vectors/activations.inc.h"
 #include "vectors/keys.inc.h"
 #include "vectors/few_bits.inc.h"

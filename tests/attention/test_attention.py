@@ -1,9 +1,10 @@
 """Fused attention against float64, on every ISA tier."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cache_kinds import CENTRED, DTYPES, PLAIN
-from reference import attention, bound, relative_error, ways_agree
+from reference import attention, bound, halves_bound, relative_error, ways_agree
 from selection import TIERS, pairwise
 
 import kvfast
@@ -81,6 +82,25 @@ def test_options(isa, rng, dtype, options):
     expected, expected_lse = attention(q, cache.k(0), cache.v(0), **options)
     assert relative_error(out, expected) < bound(dtype)
     assert np.abs(lse - expected_lse).max() < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(17, 65, 3, 2, 6), (64, 127, 1, 3, 9), (80, 300, 5, 1, 3), (128, 40, 40, 2, 8)], ids=str)
+def test_queries_in_bfloat16(isa, rng, shape):
+    """Queries that are bfloat16 may be multiplied as such: the results are right, and those of each are the same among others."""
+    head_dim, length, n, num_kv_heads, num_q_heads = shape
+    cache = filled(rng, head_dim, length, num_kv_heads, "bfloat16", "bfloat16")
+    q = normal(rng, n, num_q_heads, head_dim)
+    halves = q.astype(ml_dtypes.bfloat16)
+    out, lse = cache.attend(0, halves, return_lse=True)
+    expected, expected_lse = attention(halves.astype(np.float32), cache.k(0), cache.v(0))
+    assert relative_error(out, expected) < halves_bound() and np.abs(lse - expected_lse).max() < 1e-4
+    same = halves.astype(np.float32)
+    assert np.array_equal(cache.attend(0, same), out)
+    if n <= 16:
+        mixed = np.where(np.arange(num_q_heads)[:, None] % 3 == 1, q, same)
+        among = cache.attend(0, mixed)
+        assert np.array_equal(among[:, np.arange(num_q_heads) % 3 != 1], out[:, np.arange(num_q_heads) % 3 != 1])
+        assert relative_error(among, attention(mixed, cache.k(0), cache.v(0))[0]) < halves_bound()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

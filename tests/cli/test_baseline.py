@@ -69,6 +69,8 @@ def test_the_baseline_of_the_checkout():
         "avx_vnni",
         "avx2",
         "sse2",
+        "neon_bf16",
+        "neon_i8mm",
         "neon_dotprod",
         "neon",
         "scalar",

@@ -1,7 +1,10 @@
 """What the machine can do, `kvfast.cli.bench`, and `python -m kvfast bench`."""
 
+import getpass
 import json
 import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +19,7 @@ from kvfast.cli.bench import measure as measuring
 from kvfast.cli.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
 from kvfast.cli.bench.json_file import json_text
 from kvfast.cli.bench.measure import interleaved, measure
+from kvfast.core import tuning
 from kvfast.core.hardware import peak_rate, read_bandwidth
 
 TINY = Model("tiny", 2, 4, 2, 32)
@@ -193,6 +197,38 @@ def test_tables_and_json(tmp_path):
     assert all(row["seconds"] > 0 and 0 < row["compute_fraction"] and row["model"] == "SmolLM2-135M" for row in report["results"])
 
 
+def test_report_of_every_tier(tmp_path):
+    path, isas = tmp_path / "report.json", [isa for isa in kvfast.available_isas() if isa != "scalar"]
+    before = kvfast.active_isa()
+    code, out, err = run_here("--work", "decode", "--formats", "int8", "--contexts", "64", *QUICK, "--report", path)
+    assert code == 0, err
+    assert kvfast.active_isa() == before and all(f"tier {isa};" in out for isa in isas)
+    report = json.loads(path.read_text())
+    assert set(isas) <= set(report["tiers"]) <= set(kvfast.available_isas())
+    assert all(row["seconds"] > 0 for rows in report["tiers"].values() for row in rows) and report["cpu"] and report["machine"]
+    assert report["versions"]["kvfast"] == kvfast.__version__ and report["versions"]["numpy"] == np.__version__
+    assert report["config"]["cpu_features"] == kvfast.config()["cpu_features"]
+
+
+def test_report_has_no_name_or_path(tmp_path, monkeypatch):
+    settings = tmp_path / "tuned.json"
+    tuned = {"version": tuning.VERSION, "processors": {tuning.processor(): {"prefetch_level": 1}}}
+    settings.write_text(json.dumps(tuned))
+    before = tuning.in_use()
+    monkeypatch.setenv(tuning.VARIABLE, str(settings))
+    try:
+        tuning.use(*tuning.choose())
+        assert str(settings) in kvfast.config()["tuning"]["source"]
+        path = tmp_path / "report.json"
+        code, _, err = run_here("--work", "decode", "--formats", "int8", "--contexts", "64", *QUICK, "--report", path)
+    finally:
+        tuning.use(*before)
+    assert code == 0, err
+    text = path.read_text()
+    assert '"prefetch_level": 1' in text and str(tmp_path) not in text and '"/' not in text
+    assert not {platform.node(), getpass.getuser()} & set(re.findall(r"[\w.-]+", text))
+
+
 def test_json_has_one_line_per_result():
     rows = [{"name": f"row {i}", "seconds": i / 3, "of": {"int8": 1.5, "int4": None}, "list": [1, 2]} for i in range(3)]
     report = {"cpu": "one \u00e9", "rows": rows, "deep": {"within": {"rows": rows[:1]}}, "empty": [], "long": list(range(300))}
@@ -262,6 +298,7 @@ def test_errors_are_one_plain_line(tmp_path, monkeypatch):
         (("--contexts", "64", "--work", "prefill"), "at least as many"),
         (("--plot", "bench.txt"), "png"),
         (("--json", missing / "x.json"), "no folder"),
+        (("--report", missing / "x.json"), "no folder"),
         (("--work", "quantize", "--formats", "float16", "--contexts", "64"), "codecs"),
         (("--work", "append", "--contexts", "64", "--tokens", "8", "--plot", "x.svg", *QUICK), "neither was measured"),
     ]:

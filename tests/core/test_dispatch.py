@@ -16,7 +16,7 @@ from kvfast.core.kernels import cpu_features
 
 ARM = platform.machine() in ("aarch64", "arm64")
 # Older processors that qemu knows, and the tier that they can run at best.
-OLDER = {"cortex-a53": "neon"} if ARM else {"Nehalem": "sse2", "Haswell": "avx2"}
+OLDER = {"cortex-a53": "neon", "neoverse-n1": "neon_dotprod"} if ARM else {"Nehalem": "sse2", "Haswell": "avx2"}
 
 SMOKE = """
 import numpy as np, kvfast
@@ -44,6 +44,8 @@ def test_tiers():
         assert ("avx512_vbmi" in tiers) == cpu_features()["avx512vbmi"]
     assert ("neon" in tiers) == ARM
     assert ("neon_dotprod" in tiers) == cpu_features().get("dotprod", False)  # gcc and clang 16 know it
+    assert ("neon_i8mm" in tiers) == cpu_features().get("i8mm", False)
+    assert ("neon_bf16" in tiers) == (cpu_features().get("i8mm", False) and cpu_features().get("bf16", False))
     for feature in ("amx_int8", "amx_bf16"):
         assert (tiers[0] == "amx") == cpu_features().get(feature, False)
 
@@ -105,5 +107,5 @@ def test_refused_by_older_cpus(tier):
     *_, newest = OLDER
     old = emulate(newest, "import kvfast", KVFAST_ISA=tier)
     assert old.returncode == 1
-    can = "neon, scalar" if ARM else "avx2, sse2, scalar"
+    can = "neon_dotprod, neon, scalar" if ARM else "avx2, sse2, scalar"
     assert f"this CPU cannot run the ISA tier '{tier}'; it can run {can}" in old.stderr

@@ -233,7 +233,7 @@ def test_notes():
         assert "scalar" in filled(64).explain(0).notes[0]
     with kvfast.use_isa(kvfast.available_isas()[0]):
         best = filled(64).explain(0).notes
-    assert not best or kvfast.active_isa() in ("avx512", "avx_vnni", "avx2", "sse2", "neon", "scalar")
+    assert not best or kvfast.active_isa() in ("avx512", "avx_vnni", "avx2", "sse2", "neon_dotprod", "neon", "scalar")
     if kvfast.has_openmp():
         idle = filled(20000, 1).explain(0, 1, num_splits=1, num_threads=3)
         assert idle.num_tasks == 1 and "3 threads share 1 task" in idle.notes[-1] and "note" in str(idle)

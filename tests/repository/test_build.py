@@ -285,6 +285,8 @@ def test_tiers_of_symbols(audit):
     regions = {"tile": "amx", "tiles_": "amx"}
     assert of("scores_int8_neon", {}) == "neon"
     assert of("scores_int8_neon_dotprod.part.0", {}) == "neon_dotprod"
+    assert of("scores_int8_neon_i8mm", {}) == "neon_i8mm"
+    assert of("scores_bfloat16_neon_bf16", {}) == "neon_bf16"
     assert of("encode_k_avx2", regions) == "avx2"
     assert of("encode_k_avx512_vnni.constprop.0.cold", regions) == "avx512_vnni"
     assert of("tile_avx512_vbmi.part.0", regions) == "amx"

@@ -12,7 +12,7 @@ import kvfast
 from kvfast.cli.bench.cases import FORMATS, LEAST_BYTES, MODELS, WORKS, Case
 from kvfast.cli.bench.json_file import write_json
 from kvfast.cli.bench.measure import cpu_name, default_threads, measure
-from kvfast.cli.bench.report import as_json, machine_text, plot, tables
+from kvfast.cli.bench.report import as_json, as_report, machine_text, plot, tables
 from kvfast.evaluation.plotting import check_plot
 
 # What is measured when nothing else is said: (contexts, most of prefill), and with --short.
@@ -32,14 +32,23 @@ def run_bench(args):
     if args.plot:
         check_plot(args.plot)
     _check_folder(args.json)
+    _check_folder(args.report)
     megabytes = args.megabytes or LEAST_BYTES // 10**6
     threads = args.threads or default_threads()
     cases, options = _cases(args), {"rounds": args.rounds, "seconds": SHORT_SECONDS if args.short else 1.0}
-    with ProgressBar(len(cases) * len(threads)) as progress:
-        results = list(measure(cases, threads, least_bytes=megabytes * 10**6, progress=progress, **options))
-    _print_results(results)
+    isas = _vector_isas() if args.report else [kvfast.active_isa()]
+    by_isa = {}
+    with ProgressBar(len(cases) * len(threads) * len(isas)) as progress:
+        for isa in isas:
+            with kvfast.use_isa(isa):
+                by_isa[isa] = list(measure(cases, threads, least_bytes=megabytes * 10**6, progress=progress, **options))
+    for isa, of_isa in by_isa.items():
+        _print_results(isa, of_isa)
+    results = by_isa[kvfast.active_isa()]
     if args.json:
         write_json(args.json, as_json(results, megabytes))
+    if args.report:
+        write_json(args.report, as_report(by_isa, megabytes))
     if args.plot:
         plot(results, args.plot)
 
@@ -76,8 +85,14 @@ def _known(name, known, option):
     return name
 
 
-def _print_results(results):
-    print(f"{cpu_name()}, tier {kvfast.active_isa()}; medians; fractions are of what the machine did in the same rounds")
+def _vector_isas():
+    """The tiers of this processor, best first, and the one in use. Plain C takes much longer, and tells little."""
+    in_use = kvfast.active_isa()
+    return [isa for isa in kvfast.available_isas() if isa != "scalar" or isa == in_use]
+
+
+def _print_results(isa, results):
+    print(f"{cpu_name()}, tier {isa}; medians; fractions are of what the machine did in the same rounds")
     print(machine_text(results))
     console = Console(width=None if sys.stdout.isatty() else 120)
     for table in tables(results):

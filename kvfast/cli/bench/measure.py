@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import platform
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, harmonic_mean, median
@@ -180,8 +182,15 @@ def default_threads():
 
 
 def cpu_name():
-    name = platform.processor() or platform.machine()
+    """What the processor is called, or on ARM the numbers by which its maker and its core are known."""
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            return subprocess.check_output(["sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()
+    facts = {}
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return name
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = (part.strip() for part in line.partition(":"))
+            facts.setdefault(name, value)
+    if "CPU part" in facts:
+        return f"{platform.machine()}, implementer {facts.get('CPU implementer', '?')}, part {facts['CPU part']}"
+    return facts.get("model name") or platform.processor() or platform.machine()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from itertools import groupby
 from statistics import median
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -111,14 +114,41 @@ def as_json(results, megabytes):
     -------
     dict
     """
+    about = {"version": kvfast.__version__, "cpu": cpu_name(), "isa": kvfast.active_isa(), "megabytes": megabytes}
+    return about | {"results": _rows(results)}
+
+
+def as_report(by_isa, megabytes):
+    """What to send to us from a machine that we do not have. It has no name of a machine or a user, and no path.
+
+    Parameters
+    ----------
+    by_isa : dict of str to sequence of Result
+        The results of each tier.
+    megabytes : int
+        As in `as_json`.
+
+    Returns
+    -------
+    dict
+        The processor, versions, what `kvfast.config` tells, and ``tiers``, the results by tier.
+    """
+    config = kvfast.config()
+    del config["tuning"]["source"]  # may be a path
+    about = {"cpu": cpu_name(), "machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()}
+    versions = {"kvfast": config.pop("version"), "python": platform.python_version(), "numpy": np.__version__}
+    about |= {"versions": versions, "config": config, "megabytes": megabytes}
+    return about | {"tiers": {isa: _rows(results) for isa, results in by_isa.items()}}
+
+
+def _rows(results):
     rows = []
     for one in results:
         fields = {name: getattr(one, name) for name in one.__dataclass_fields__ if name != "case"}
         case = one.case
         place = {"work": case.work, "model": case.model.name, "format": str(case.format)}
         rows.append(place | {"context": case.context, "num_tokens": case.num_tokens} | fields)
-    about = {"version": kvfast.__version__, "cpu": cpu_name(), "isa": kvfast.active_isa(), "megabytes": megabytes}
-    return about | {"results": rows}
+    return rows
 
 
 def plot(results, path):

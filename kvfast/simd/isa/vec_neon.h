@@ -1,10 +1,13 @@
-/* Vector layer, Advanced SIMD, which every 64-bit ARM has, perhaps with the dot products of ARMv8.2 (KV_DOTPROD): 4 floats
-   a register. vec_scalar.h explains the names. */
+/* Vector layer, Advanced SIMD, which every 64-bit ARM has, perhaps with the dot products of ARMv8.2 (KV_DOTPROD) or the products of
+   matrices of ARMv8.6, of bytes (KV_I8MM) and of bfloat16 (KV_BF16): 4 floats a register. vec_scalar.h explains the names. */
 #define W 4
 #define INT_VECTORS 2   /* 4 rows x 2 accumulators x 2 = 16 */
-#ifdef KV_DOTPROD
-#define INT8_ZERO 0
+#if defined(KV_I8MM)
+#define INT8_ZERO 128
 #define INT_PRODUCTS 8  /* 4 depths x the two parts of an activation */
+#elif defined(KV_DOTPROD)
+#define INT8_ZERO 0
+#define INT_PRODUCTS 8
 #else
 #define INT8_ZERO 128
 #define INT_PRODUCTS 4
@@ -84,9 +87,28 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes_shift(c) vshrq_n_u8(c, 4)
 #define vacc int32x4_t
 
-#ifdef KV_DOTPROD
-/* Multiplies signed codes by signed bytes: an activation is cut into 256 x high + low. (Unsigned by signed needs the
-   extension I8MM.) */
+#if defined(KV_I8MM)
+/* Multiplies codes by signed bytes: an activation is cut into 256 x high + low. One instruction multiplies 8 depths of two lanes, the
+   rows of a matrix, by both parts of one activation, the columns of another. So a single query row gains as much as several. */
+#define vcodes_bytes(c) (c)
+#define vcodes_levels(c) vqtbl1q_u8(vld1q_u8(kv_gauss_levels), vcodes_low(c))
+typedef struct { uint8x16_t first, last; } KV(vpair); /* lanes 0 and 1, 2 and 3 */
+#define vpair KV(vpair)
+static inline vpair KV(vpair_of)(vcodes c, vcodes d)
+{
+    const uint32x4_t first = vreinterpretq_u32_u8(c), second = vreinterpretq_u32_u8(d);
+    return (vpair){vreinterpretq_u8_u32(vzip1q_u32(first, second)), vreinterpretq_u8_u32(vzip2q_u32(first, second))};
+}
+#define vpair_of(c, d) KV(vpair_of)(c, d)
+#define vpair_dot(a, b, codes, x)                         \
+    do {                                                  \
+        const int8x16_t parts = vld1q_s8(x);              \
+        a = vusmmlaq_s32(a, (codes).first, parts);        \
+        b = vusmmlaq_s32(b, (codes).last, parts);         \
+    } while (0)
+#define vpair_total(a, b) vi_add(vshlq_n_s32(vuzp1q_s32(a, b), 8), vuzp2q_s32(a, b))
+#elif defined(KV_DOTPROD)
+/* Multiplies signed codes by signed bytes, parts of activations as above. (Unsigned by signed needs the extension I8MM.) */
 #define KV_SIGNED(bytes) veorq_u8(bytes, vdupq_n_u8(128))
 #define vcodes_bytes(c) KV_SIGNED(c)
 #define vcodes_levels(c) vqtbl1q_u8(KV_SIGNED(vld1q_u8(kv_gauss_levels)), vcodes_low(c))
@@ -126,7 +148,7 @@ static inline vwide KV(vcodes_widen)(vcodes c)
 /* 4 depths of two rows. */
 static inline void KV(store_parts)(int8_t *x, int16x8_t words)
 {
-#ifdef KV_DOTPROD
+#if defined(KV_DOTPROD) || defined(KV_I8MM)
     /* The high bytes of each 4 words, rounded, then their low bytes. */
     const int32x2_t high = vreinterpret_s32_s8(vshrn_n_s16(vaddq_s16(words, vdupq_n_s16(128)), 8));
     const int32x2_t low = vreinterpret_s32_s8(vmovn_s16(words));
@@ -140,8 +162,30 @@ static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2
 {
     KV(store_parts)(x + index * 8, vcombine_s16(vmovn_s32(r0), vmovn_s32(r1)));
     KV(store_parts)(x + index * 8 + 16, vcombine_s16(vmovn_s32(r2), vmovn_s32(r3)));
+#ifdef KV_I8MM
+    /* 8 depths of a row are the high bytes of all, then the low ones. */
+    if (index % 8 == 0) return;
+    x += index / 8 * 64;
+    const int32x4_t first01 = vi_load(x), first23 = vi_load(x + 16), last01 = vi_load(x + 32), last23 = vi_load(x + 48);
+    vst1q_s32((int32_t *)x, vzip1q_s32(first01, last01));
+    vst1q_s32((int32_t *)(x + 16), vzip2q_s32(first01, last01));
+    vst1q_s32((int32_t *)(x + 32), vzip1q_s32(first23, last23));
+    vst1q_s32((int32_t *)(x + 48), vzip2q_s32(first23, last23));
+#endif
 }
 #define put_parts KV(put_parts)
+
+#ifdef KV_BF16
+/* Products of matrices: of 4 depths of two rows of bfloat16 by those of two others, in a[0] to a[3] those of the first row by both. */
+#define vhalves bfloat16x8_t
+#define vhalves_load(p) vreinterpretq_bf16_u16(vld1q_u16(p))
+#define KV_PAIRED(zip, a, b) vreinterpretq_bf16_u64(zip(vreinterpretq_u64_bf16(a), vreinterpretq_u64_bf16(b)))
+#define vhalves_low(a, b) KV_PAIRED(vzip1q_u64, a, b)
+#define vhalves_high(a, b) KV_PAIRED(vzip2q_u64, a, b)
+#define vhalves_dot(acc, a, b) vbfmmlaq_f32(acc, a, b)
+#define vhalves_first(a, b) vcombine_f32(vget_low_f32(a), vget_low_f32(b))
+#define vhalves_second(a, b) vcombine_f32(vget_high_f32(a), vget_high_f32(b))
+#endif
 
 static inline uint32_t KV(top_bits)(const uint16_t *p)
 {

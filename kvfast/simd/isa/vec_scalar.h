@@ -21,6 +21,8 @@
      vwide, vcodes_widen    codes in the form that vacc_dot multiplies, shared by all rows
      vacc_dot, vacc_total   W dot products with 16-bit activations in two int32 accumulators, and
                             their total modulo 2^32
+     vpair, vpair_*         what some tiers have instead of vwide and vacc_*: codes of 8 depths, from two registers
+     vhalves, vhalves_*     in some tiers bfloat16 as it is multiplied; see score_halves
      put_parts              stores W activations (-32639..32639) of KV_QUAD rows as vacc_dot reads
                             them: for each 4 depths, 8 bytes of every row
      top_bits               those of 16 uint16, the first as bit 0 */

@@ -67,8 +67,12 @@ static inline __attribute__((always_inline)) void KV(widen_keys)(const char *uni
         const KV(dwords) low = (KV(dwords))vcodes_load(unit);
         const KV(dwords) high = dtype == KV_INT4 ? (KV(dwords))vcodes_load(unit + 64) : (KV(dwords))KV(load_nibbles)(unit + 64, 0);
         kv_prefetch_lines(ahead, 2, kv_prefetch_level);
-#define KV_PUT(line, codes) _mm512_store_si512(out + (size_t)(line) * 64, _mm512_sub_epi8((vi)(codes), less))
-        KV_EACH_KEY_LINE(dtype, order, u, low, high, KV_PUT);
+#define KV_PUT(line, codes, other, more)                                                          \
+    do {                                                                                           \
+        _mm512_store_si512(out + (size_t)(line) * 64, _mm512_sub_epi8((vi)(codes), less));         \
+        _mm512_store_si512(out + (size_t)(other) * 64, _mm512_sub_epi8((vi)(more), less));         \
+    } while (0)
+        KV_EACH_KEY_LINES(dtype, order, u, low, high, KV_PUT);
 #undef KV_PUT
     }
 }

@@ -223,22 +223,24 @@ static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit)
 
 /* The shifts of a quad's scores; and with channel scales the rows times these, with the factors that make them activations. */
 static inline __attribute__((always_inline)) void KV(fold_statistics)(
-    const kv_side *side, const char *block, const kv_queries *queries, int row, const int num_rows, float *products,
-    float *shifts, float *inverse, float *scale_of)
+    const kv_side *side, const char *block, const kv_key_order *order, const kv_queries *queries, int row, const int num_rows,
+    float *products, float *shifts, float *inverse, float *scale_of)
 {
     const uint16_t *means = (const uint16_t *)(block + side->means), *scales = (const uint16_t *)(block + side->channels);
     const ptrdiff_t n = side->padded_dim;
     const float *rows = queries->rows + row * n;
+    (void)order; /* few tiers need it */
     vf shift[KV_QUAD], largest[KV_QUAD];
     float sums[KV_QUAD];
     KV_FOR4(r, KV_QUAD, shift[r] = largest[r] = vf_set1(0.0f););
     if (side->channels) {
         const vf unit = vf_set1(KV(unit_of)(scales) * 0x1p-16f), bias = vf_set1((float)KV_KEY_BIAS(side->dtype));
         for (ptrdiff_t i = 0; i < n; i += W) {
-            const vf scale = KV(load_channel_scales)(scales + i, unit);
-            const vf mean = vf_fma(scale, bias, vf_load_float16(means + i));
+            const ptrdiff_t at = KV_CHANNEL_AT(order, side->dtype, i);
+            const vf scale = KV(load_channel_scales)(scales + at, unit);
+            const vf mean = vf_fma(scale, bias, vf_load_float16(means + at));
             KV_FOR4(r, num_rows,
-                const vf x = vf_load(rows + r * n + i), product = vf_mul(x, scale);
+                const vf x = vf_load(rows + r * n + at), product = vf_mul(x, scale);
                 shift[r] = vf_fma(x, mean, shift[r]);
                 largest[r] = vf_max(largest[r], vf_abs(product));
                 vf_store(products + r * n + i, product););
@@ -257,23 +259,24 @@ static inline __attribute__((always_inline)) void KV(fold_statistics)(
 }
 
 static inline __attribute__((always_inline)) void KV(fold_rows)(
-    const kv_side *side, const char *block, const kv_queries *queries, int row, const int num_rows,
+    const kv_side *side, const char *block, const kv_key_order *order, const kv_queries *queries, int row, const int num_rows,
     KV(folded) *folded)
 {
     const ptrdiff_t n = side->padded_dim;
-    KV(fold_statistics)(side, block, queries, row, num_rows, folded->rows, folded->shift, folded->inverse, folded->scale);
+    KV(fold_statistics)(side, block, order, queries, row, num_rows, folded->rows, folded->shift, folded->inverse, folded->scale);
     if (!side->channels) return;
     KV(put_activations)(folded->rows, n, num_rows, n, folded->inverse, folded->parts, folded->sum, 0);
     for (int r = 0; r < num_rows; r++) folded->sum[r] *= KV_KEY_ZERO(side->dtype);
 }
 
-static __attribute__((noinline)) void KV(fold)(const kv_side *side, const char *block, const kv_queries *queries,
-                                               int row, int num_rows, KV(folded) *folded)
+/* `order` is that of the block's lines, if it has channel scales. */
+static __attribute__((noinline)) void KV(fold)(const kv_side *side, const char *block, const kv_key_order *order,
+                                               const kv_queries *queries, int row, int num_rows, KV(folded) *folded)
 {
     switch (num_rows) {
-    case 1: KV(fold_rows)(side, block, queries, row, 1, folded); break;
-    case 2: KV(fold_rows)(side, block, queries, row, 2, folded); break;
-    case 3: KV(fold_rows)(side, block, queries, row, 3, folded); break;
-    default: KV(fold_rows)(side, block, queries, row, 4, folded);
+    case 1: KV(fold_rows)(side, block, order, queries, row, 1, folded); break;
+    case 2: KV(fold_rows)(side, block, order, queries, row, 2, folded); break;
+    case 3: KV(fold_rows)(side, block, order, queries, row, 3, folded); break;
+    default: KV(fold_rows)(side, block, order, queries, row, 4, folded);
     }
 }

@@ -7,10 +7,77 @@ static inline __attribute__((always_inline)) vf KV(load_as)(const char *row, int
     return vf_load_bfloat16((const uint16_t *)row + index);
 }
 
+#ifdef vhalves
+/* Whether n floats are all bfloat16. */
+static inline int KV(are_halves)(const float *row, ptrdiff_t n)
+{
+    vi rest = vi_set1(0);
+    for (ptrdiff_t i = 0; i < n; i += W) rest = vi_max(rest, vi_and(vf_bits(vf_load(row + i)), vi_set1(0xFFFF)));
+    return vi_hmax(rest) == 0;
+}
+
+/* Rows to multiply keys in bfloat16: those that are bfloat16 are stored so, with the softmax scale as their scale, others as floats
+   with the scale 0. Each row decides for itself, so that a query has the same bits with others and alone. */
+static void KV(prepare_halves_of)(const kv_side *side, const float *rows, int num_rows, float scale, kv_queries *queries)
+{
+    const ptrdiff_t n = side->padded_dim;
+    for (int r = 0; r < num_rows; r++, rows += n) {
+        float *values = queries->values + r * n;
+        queries->scale[r] = KV(are_halves)(rows, n) ? scale : 0.0f;
+        if (queries->scale[r] != 0.0f) KV(from_bfloat16)(rows, n, values);
+        else for (ptrdiff_t i = 0; i < n; i += W) vf_store(values + i, vf_mul(vf_load(rows + i), vf_set1(scale)));
+    }
+}
+
+/* As score_quad, by products of matrices: two tokens by two query rows, 4 depths. They are exact, and each row has the bits that it
+   has alone. */
+static inline __attribute__((always_inline)) void KV(score_halves)(
+    const char *keys, ptrdiff_t row_stride, int padded_dim, const float *q, const float *scale, const int rows, const int tokens,
+    const char *ahead, float *scores)
+{
+    const int level = kv_prefetch_level;
+    vf acc[4][2][2]; /* [each 4 of 16 depths][pairs of rows][pairs of tokens]: a product waits long for the last of its sum */
+    for (int i = 0; i < 16; i++) acc[i / 4][i / 2 % 2][i % 2] = vf_set1(0.0f);
+    for (int i = 0; i < padded_dim; i += 16) {
+        if (i % 32 == 0) {
+            kv_prefetch_lines(ahead, tokens, level);
+            ahead += tokens * 64;
+        }
+        for (int part = 0; part < 2; part++) {
+            const int at = i + 8 * part;
+            vhalves key[4], row[KV_QUAD];
+            KV_FOR4(t, 4, key[t] = vhalves_load((const uint16_t *)(keys + (t < tokens ? t : 0) * row_stride) + at););
+            KV_FOR4(r, KV_QUAD, row[r] = vhalves_load((const uint16_t *)(q + (r < rows ? r : 0) * padded_dim) + at););
+            for (int pair = 0; pair < rows; pair += 2)
+                for (int t = 0; t < tokens; t += 2) {
+                    vf *low = &acc[2 * part][pair / 2][t / 2], *high = &acc[2 * part + 1][pair / 2][t / 2];
+                    *low = vhalves_dot(*low, vhalves_low(row[pair], row[pair + 1]), vhalves_low(key[t], key[t + 1]));
+                    *high = vhalves_dot(*high, vhalves_high(row[pair], row[pair + 1]), vhalves_high(key[t], key[t + 1]));
+                }
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        vf sum[2];
+        for (int t = 0; t < 2; t++)
+            sum[t] = vf_add(vf_add(acc[0][r / 2][t], acc[1][r / 2][t]), vf_add(acc[2][r / 2][t], acc[3][r / 2][t]));
+        const vf sums = r % 2 ? vhalves_second(sum[0], sum[1]) : vhalves_first(sum[0], sum[1]);
+        KV_ALIGNED float four[4];
+        vf_store(four, vf_mul(sums, vf_set1(scale[r])));
+        memcpy(scores + r * KV_TILE, four, (size_t)tokens * sizeof(float));
+    }
+}
+#endif
+
 static void KV(prepare_floating)(const kv_side *side, const float *rows, int num_rows, float scale, kv_queries *queries)
 {
     queries->rows = rows;
     queries->factor = scale;
+#ifdef vhalves
+    if (side->dtype == KV_BFLOAT16) {
+        KV(prepare_halves_of)(side, rows, num_rows, scale, queries);
+        return;
+    }
+#endif
     for (ptrdiff_t i = 0; i < (ptrdiff_t)num_rows * side->padded_dim; i += W)
         vf_store(queries->values + i, vf_mul(vf_load(rows + i), vf_set1(scale)));
 }
@@ -114,6 +181,21 @@ static inline __attribute__((always_inline)) void KV(scores_floating)(
     const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count, int start,
     const kv_ahead *ahead, float *scores, const int dtype)
 {
+#ifdef vhalves /* rows of a quad are of one kind */
+    for (int row = 0, rows; row < num_rows; row += rows) {
+        const float *q = queries->values + row * side->padded_dim, *scale = queries->scale + row;
+        int t = 0;
+        rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
+        for (int r = 1; dtype == KV_BFLOAT16 && r < rows; r++)
+            if ((scale[r] == 0.0f) != (scale[0] == 0.0f)) rows = r;
+#define KV_QUAD_SCORES(R, T)                                                                                            \
+    if (dtype == KV_BFLOAT16 && scale[0] != 0.0f)                                                                       \
+        KV(score_halves)(keys + t * side->row_stride, side->row_stride, side->padded_dim, q, scale, R, T, fetch,        \
+                         scores + row * KV_TILE + t);                                                                   \
+    else                                                                                                                \
+        KV(score_quad)(keys + t * side->row_stride, side->row_stride, side->padded_dim, q, R, T, fetch,                 \
+                       scores + row * KV_TILE + t, dtype);
+#else
     for (int row = 0; row < num_rows; row += KV_QUAD) {
         const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
         const float *q = queries->values + row * side->padded_dim;
@@ -121,6 +203,7 @@ static inline __attribute__((always_inline)) void KV(scores_floating)(
 #define KV_QUAD_SCORES(R, T)                                                                         \
     KV(score_quad)(keys + t * side->row_stride, side->row_stride, side->padded_dim, q, R, T, fetch, \
                     scores + row * KV_TILE + t, dtype);
+#endif
         for (; t + FLOAT_TOKENS <= count; t += FLOAT_TOKENS) {
             const char *fetch = kv_prefetch_from(ahead, (start + t) * KV(row_bytes)(side, dtype));
             KV_EACH_ROWS(rows, KV_QUAD_SCORES, FLOAT_TOKENS)

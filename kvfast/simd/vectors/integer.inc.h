@@ -15,43 +15,31 @@ static inline __attribute__((always_inline)) void KV(dot_lines)(
     const int dtype, const int8_t *x, const int rows, const int vectors, const char *ahead, const int level,
     vi out[KV_QUAD][4])
 {
+    const int at_once = dtype == KV_INT8 ? KV_INT8_LINES : 1, fetched = (vectors * W + KV_LANES - 1) / KV_LANES * at_once;
     vacc a[KV_QUAD][4], b[KV_QUAD][4]; /* [rows][vectors]; 4 because KV_FOR4 names them all */
     KV_FOR4(r, rows, KV_FOR4(v, vectors, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
     do {
         const char *codes = base + *block++;
         const int here = gather && block_lines < lines ? block_lines : lines;
-        for (int line = 0; line < here; line++) {
-            kv_prefetch_lines(ahead, (vectors * W + KV_LANES - 1) / KV_LANES, level);
-            if (dtype == KV_INT8 && W == KV_LANES) { /* load after the products of the last load: faster from memory */
-                KV_FOR4(v, vectors,
-                    const vwide wide = vcodes_widen(vcodes_bytes(vcodes_load(codes + v * tile_bytes)));
-                    KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], wide, x + 8 * r);););
+        for (int line = 0; line < here; line += at_once) {
+            kv_prefetch_lines(ahead, fetched, level);
+#define KV_STORED(line) vcodes_load(codes + v * W / KV_LANES * tile_bytes + v * W % KV_LANES * 4 + 64 * (line))
+            if (dtype == KV_INT8) {
+                KV_MULTIPLY_INT8(KV_STORED, x);
             } else {
                 vcodes stored[4];
-                vwide wide[4];
-                KV_FOR4(v, vectors,
-                    stored[v] = vcodes_load(codes + v * W / KV_LANES * tile_bytes + v * W % KV_LANES * 4););
-#define KV_MULTIPLY(as_bytes, x)                                             \
-    KV_FOR4(v, vectors, wide[v] = vcodes_widen(as_bytes(stored[v])););       \
-    KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], (x) + 8 * r);););
-                if (dtype == KV_INT8) {
-                    KV_MULTIPLY(vcodes_bytes, x)
-                } else {
-                    if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x) }
-                    else { KV_MULTIPLY(vcodes_levels, x) }
-                    KV_FOR4(v, vectors, stored[v] = vcodes_shift(stored[v]););
-                    if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x + 8 * KV_QUAD) }
-                    else { KV_MULTIPLY(vcodes_levels, x + 8 * KV_QUAD) }
-                }
-#undef KV_MULTIPLY
+                KV_FOR4(v, vectors, stored[v] = KV_STORED(0););
+                if (dtype == KV_INT4) KV_MULTIPLY_LINES(vcodes_low(stored[v]), x, vcodes_low(vcodes_shift(stored[v])), x + 8 * KV_QUAD);
+                else KV_MULTIPLY_LINES(vcodes_levels(stored[v]), x, vcodes_levels(vcodes_shift(stored[v])), x + 8 * KV_QUAD);
             }
-            codes += 64;
-            ahead += (vectors * W + KV_LANES - 1) / KV_LANES * 64;
-            x += 2 * KV_QUAD * KV_DEPTHS(dtype);
+#undef KV_STORED
+            codes += 64 * at_once;
+            ahead += fetched * 64;
+            x += 2 * KV_QUAD * KV_DEPTHS(dtype) * at_once;
         }
         lines -= here;
     } while (gather && lines > 0);
-    KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = vacc_total(a[r][v], b[r][v]);););
+    KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = KV_TOTAL(a[r][v], b[r][v]);););
 }
 
 /* The loops are there for each level, because a branch in them competes with the products for ports (bench/bench_attend.py, int4). */
@@ -217,7 +205,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             if (channels && row == 0 && (lane == 0 || slot == 0))
                 KV(read_key_order)((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, order);
             if (statistics && (lane == 0 || slot == 0))
-                KV(fold)(side, tile->base + *block, queries, row, rows, folded);
+                KV(fold)(side, tile->base + *block, channels ? order : NULL, queries, row, rows, folded);
             if (lane == 0 || (channels && slot == 0)) {
                 counts = 0;
                 for (int r = 0; r < rows; r++) counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;

@@ -52,22 +52,18 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
 #define KV_SHIFTED(dword, bits) ((dword) << (bits))
 #endif
 
-/* Calls use(line, codes) for the four lines of unit u: `low` is a dword of its first 64 bytes, `high` of INT4 one of the second, of
-   INT3 one of the nibbles. */
-#define KV_EACH_KEY_LINE(dtype, order, u, low, high, use)                               \
-    do {                                                                                \
-        if (dtype == KV_INT4) {                                                         \
-            const kv_key_bytes *shared = kv_key_shares + order->more[u];                \
-            use(order->even[2 * u], (low) & 0xF0F0F0F0);                                \
-            use(order->even[2 * u + 1], (low) << 4 & 0xF0F0F0F0);                       \
-            use(order->wide[u], (high) & shared->wide);                                 \
-            use(order->narrow[u], KV_SHIFTED(high, shared->shift) & shared->narrow);    \
-        } else {                                                                        \
-            use(order->even[2 * u], KV_BITS(low, -1, 14));                              \
-            use(order->even[2 * u + 1], KV_BITS(low, 2, 14));                           \
-            use(order->narrow[u], KV_BITS(low, 4, 12));                                 \
-            use(order->wide[u], KV_BITS(high, 0, 15));                                  \
-        }                                                                               \
+/* Calls use(line, codes, line, codes) for each two of the four lines of unit u: `low` is a dword of its first 64 bytes, `high` of
+   INT4 one of the second, of INT3 one of the nibbles. */
+#define KV_EACH_KEY_LINES(dtype, order, u, low, high, use)                                                                      \
+    do {                                                                                                                        \
+        if (dtype == KV_INT4) {                                                                                                 \
+            const kv_key_bytes *shared = kv_key_shares + order->more[u];                                                        \
+            use(order->even[2 * u], (low) & 0xF0F0F0F0, order->even[2 * u + 1], (low) << 4 & 0xF0F0F0F0);                       \
+            use(order->wide[u], (high) & shared->wide, order->narrow[u], KV_SHIFTED(high, shared->shift) & shared->narrow);     \
+        } else {                                                                                                                \
+            use(order->even[2 * u], KV_BITS(low, -1, 14), order->even[2 * u + 1], KV_BITS(low, 2, 14));                         \
+            use(order->narrow[u], KV_BITS(low, 4, 12), order->wide[u], KV_BITS(high, 0, 15));                                   \
+        }                                                                                                                       \
     } while (0)
 
 /* As dot_lines for (INT_VECTORS or 1) x W tokens from one of a lane tile on, `first`, that begins at `unit`. The sums are bounded by
@@ -87,19 +83,31 @@ static inline __attribute__((always_inline)) void KV(dot_key_units)(
             const char *at = unit + v * W / KV_LANES * tile_bytes;
             low[v] = (KV(dwords))vcodes_load(at + 4 * lane);
             high[v] = dtype == KV_INT4 ? (KV(dwords))vcodes_load(at + 64 + 4 * lane) : (KV(dwords))KV(load_nibbles)(at + 64, lane););
-#define KV_MULTIPLY(line, codes)                                                                        \
-    do {                                                                                                \
-        const int8_t *y = x + (size_t)(line) * (8 * KV_QUAD);                                           \
-        vwide wide[4];                                                                                  \
-        KV_FOR4(v, vectors,                                                                             \
-            const vcodes now = (vcodes)(codes);                                                         \
-            wide[v] = vcodes_widen(dtype == KV_INT4 ? vcodes_bytes(now) : now););                       \
-        KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], y + 8 * r););); \
+#define KV_BYTES(codes) (dtype == KV_INT4 ? vcodes_bytes((vcodes)(codes)) : (vcodes)(codes))
+#ifdef vpair /* the activations are in this order, see channel_at */
+#define KV_MULTIPLY(line, codes, other, more)                     \
+    do {                                                          \
+        KV_MULTIPLY_LINES(KV_BYTES(codes), x, KV_BYTES(more), x); \
+        x += 16 * KV_QUAD;                                        \
     } while (0)
-        KV_EACH_KEY_LINE(dtype, order, u, low[v], high[v], KV_MULTIPLY);
+#else
+#define KV_MULTIPLY_KEYS(line, codes)                                   \
+    do {                                                                \
+        const int8_t *y = x + (size_t)(line) * (8 * KV_QUAD);           \
+        KV_MULTIPLY_LINE(KV_BYTES(codes), y);                           \
+    } while (0)
+#define KV_MULTIPLY(line, codes, other, more)                           \
+    do {                                                                \
+        KV_MULTIPLY_KEYS(line, codes);                                  \
+        KV_MULTIPLY_KEYS(other, more);                                  \
+    } while (0)
+#endif
+        KV_EACH_KEY_LINES(dtype, order, u, low[v], high[v], KV_MULTIPLY);
 #undef KV_MULTIPLY
+#undef KV_MULTIPLY_KEYS
+#undef KV_BYTES
     }
-    KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = vacc_total(a[r][v], b[r][v]);););
+    KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = KV_TOTAL(a[r][v], b[r][v]);););
 }
 
 /* The loop is there for each level, as in dot_quad. */

@@ -15,28 +15,38 @@ static uint32_t KV(read_bytes)(const char *source, ptrdiff_t n)
     return (uint32_t)vi_hsum(vi_add(vi_add(a, b), vi_add(c, d)));
 }
 
+#ifdef vpair
+typedef vpair KV(measured);
+#define KV_MEASURED(codes) vpair_of(codes, codes)
+#define KV_MEASURE(a, b, codes, x) vpair_dot(a, b, codes, x)
+#else
+typedef vwide KV(measured);
+#define KV_MEASURED(codes) vcodes_widen(codes)
+#define KV_MEASURE(a, b, codes, x) vacc_dot(a, b, codes, x)
+#endif
+
 /* Multiplies `steps` times as a quad of dot_quad does, without its loads of codes; returns the number of multiplications
    and additions. The operands change from step to step and depend on `sink`, which is 0: otherwise the compiler would
    multiply once or not at all. */
 static double KV(multiply_int8)(ptrdiff_t steps, float *sink)
 {
     enum { CODES = 8 };
-    int8_t x[8 * KV_QUAD];
+    int8_t x[16 * KV_QUAD];
     KV_ALIGNED uint8_t bytes[4 * W];
-    vwide codes[CODES];
+    KV(measured) codes[CODES];
     vacc a[KV_QUAD][4], b[KV_QUAD][4];
-    for (int i = 0; i < 8 * KV_QUAD; i++) x[i] = (int8_t)((float)(i + 1) + *sink);
+    for (int i = 0; i < 16 * KV_QUAD; i++) x[i] = (int8_t)((float)(i + 1) + *sink);
     for (int i = 0; i < CODES; i++) {
         for (int j = 0; j < 4 * W; j++) bytes[j] = (uint8_t)((float)(i + j) + *sink);
-        codes[i] = vcodes_widen(vcodes_load(bytes));
+        codes[i] = KV_MEASURED(vcodes_load(bytes));
     }
     KV_FOR4(r, KV_QUAD, KV_FOR4(v, INT_VECTORS, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
     for (ptrdiff_t i = 0; i < steps; i++)
         KV_FOR4(v, INT_VECTORS,
-            const vwide now = codes[(size_t)(i + v) % CODES];
-            KV_FOR4(r, KV_QUAD, vacc_dot(a[r][v], b[r][v], now, x + 8 * r);););
+            const KV(measured) now = codes[(size_t)(i + v) % CODES];
+            KV_FOR4(r, KV_QUAD, KV_MEASURE(a[r][v], b[r][v], now, x + 8 * r);););
     vi total = vi_set1(0);
-    KV_FOR4(r, KV_QUAD, KV_FOR4(v, INT_VECTORS, total = vi_add(total, vacc_total(a[r][v], b[r][v]));););
+    KV_FOR4(r, KV_QUAD, KV_FOR4(v, INT_VECTORS, total = vi_add(total, KV_TOTAL(a[r][v], b[r][v]));););
     *sink = (float)vi_hsum(total);
     return 2.0 * (double)steps * (KV_QUAD * INT_VECTORS * W * INT_PRODUCTS);
 }

@@ -23,8 +23,8 @@
    knows nothing of, with the GIL or without it. On a free-threaded Python, read "attached thread state" for "GIL".
    length, layer_length, error, pool_error and kernels never take the GIL. append, attend, append_batch, attend_batch, and advance of
    other caches than sequences take it only to allocate or release memory, when a block is full (about once in 16 tokens), for more
-   than 64 tokens (of a batch 512), for more than 512 sequences, for spans, drafts, spliced caches and prefixes that a batch reads
-   once, and to tell an error. All others take it. Long calls do not hold the GIL, but if the caller holds it, it stays held.
+   than 64 tokens (of a batch 512), for more than 512 sequences, for spans, drafts, chosen tokens, spliced caches and prefixes that a batch
+   reads once, and to tell an error. All others take it. Long calls do not hold the GIL, but if the caller holds it, it stays held.
    Several threads may read a cache (attend) at once; a thread that changes it must be alone. Otherwise a call returns
    KVFAST_BUSY. Threads that use the cache from Python count, too. A pool and all of its sequences count as one cache, as do a
    cache and its forks. A handle holds the text of its last error: threads that read one cache at once open one each.
@@ -39,6 +39,7 @@
 
 #include <Python.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #define KVFAST_ABI 2 /* version of the structs; tables with the same number have their functions in the same places */
 #define KVFAST_API 2 /* version of the functions; a table with a higher number has more of them, after the others */
@@ -93,6 +94,10 @@ typedef struct {
     int clamp_spans;
     const ptrdiff_t *parents;  /* (num_parents,) of the drafts, which are the last tokens, or NULL */
     ptrdiff_t num_parents;
+    const int64_t *chosen;     /* (num_tokens, chosen_heads, num_chosen) positions that each query sees, -1 for none, or NULL */
+    ptrdiff_t num_chosen;
+    int chosen_heads;          /* 0: 1, the same for all KV heads */
+    int chosen_run;            /* 0: 1, single positions; 16: the first ones of runs of 16 */
 } kvfast_options;
 
 /* Some sequences of a pool. All but the first two 0: one token of each. */

@@ -1,7 +1,9 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Rows and options of C, as those of attention and storage. What a function without the interpreter only refuses, others explain."""
+import numpy as np
+
 from libc.math cimport pow, sqrt
-from libc.stdint cimport intptr_t
+from libc.stdint cimport int64_t, intptr_t
 from libc.string cimport memcpy, memset
 
 from kvfast.attention.options cimport Options
@@ -73,7 +75,9 @@ cdef float _scale(const kvfast_options *options, const kv_rows *q, const kv_rows
 
 cdef bint request_of(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q, const kv_rows *out,
                      kv_request *request) noexcept nogil:
-    """Convert the arguments of a call without spans and parents; False if they are invalid."""
+    """Convert the arguments of a call without spans, parents and chosen tokens; False if they are invalid, or if there are some."""
+    if options.num_spans or options.num_parents or options.num_chosen:
+        return False
     memset(request, 0, sizeof(kv_request))
     request.q, request.out, request.lse = q[0], out[0], options.lse
     if rope_q.dim:
@@ -95,7 +99,22 @@ cdef Options options_of(const kvfast_options *options, Rows out, Rows q, Rows ro
         num_sink_tokens=None if sinks == 0 else 0 if sinks == -1 else sinks,
         sinks=_per_head(options.sinks, q.rows.heads), alibi_slopes=_per_head(options.alibi_slopes, q.rows.heads),
         return_lse=options.lse != NULL, num_splits=options.num_splits, num_threads=options.num_threads or None,
-        attention_chunk_size=options.attention_chunk_size or None, spans=spans, clamp_spans=options.clamp_spans, parents=parents)
+        attention_chunk_size=options.attention_chunk_size or None, spans=spans, clamp_spans=options.clamp_spans, parents=parents,
+        chosen=_chosen(options, q.rows.tokens), chosen_run=options.chosen_run or 1)
+
+
+cdef object _chosen(const kvfast_options *options, Py_ssize_t num_queries):
+    """The chosen tokens of each query, as Python has them."""
+    cdef Py_ssize_t count = options.num_chosen, heads = options.chosen_heads or 1
+    cdef int64_t[:, :, ::1] view
+    if count == 0 and options.chosen == NULL:
+        return None
+    if options.chosen == NULL or count < 1 or heads < 1 or <intptr_t>options.chosen % sizeof(int64_t):
+        raise ValueError(f"chosen must point to num_chosen aligned positions of each query and of each of its chosen_heads, got "
+                         f"{count} of {heads} heads at address {<intptr_t>options.chosen:#x}")
+    rows = view = np.empty((num_queries, heads, count), np.int64)
+    memcpy(&view[0, 0, 0], options.chosen, rows.nbytes)
+    return rows[:, 0] if heads == 1 else rows
 
 
 cdef object _per_head(const float *values, Py_ssize_t heads):

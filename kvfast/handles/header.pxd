@@ -1,4 +1,5 @@
 """The types of ``kvfast.h``, which documents them."""
+from libc.stdint cimport int64_t
 
 
 cdef extern from "kvfast.h" nogil:
@@ -53,6 +54,10 @@ cdef extern from "kvfast.h" nogil:
         int clamp_spans
         const Py_ssize_t *parents
         Py_ssize_t num_parents
+        const int64_t *chosen
+        Py_ssize_t num_chosen
+        int chosen_heads
+        int chosen_run
 
     ctypedef struct kvfast_batch:
         kvfast_cache **sequences

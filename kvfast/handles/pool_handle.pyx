@@ -171,7 +171,7 @@ cdef class PoolHandle(Handle):
         cdef kv_request request
         cdef kv_member *members
         cdef Py_ssize_t i
-        if options.num_spans or options.num_parents or LOGS or not request_of(options, q, rope_q, out, &request):
+        if LOGS or not request_of(options, q, rope_q, out, &request):
             return False
         if misfit(&request, layout) != FITS or not has_finite_queries(&request):
             return False

@@ -343,6 +343,33 @@ def test_chunks_spans_and_trees(runtimes, rng, n):
             runtimes[1].Layer(rows, 0).attend(q, np.empty((n, 6, 48), np.float32), **options)
 
 
+@pytest.mark.parametrize("run", [1, 16])
+def test_chosen_tokens(runtimes, rng, run):
+    """All KV heads have the same ones, or each has its own; latent rows, too."""
+    k, v = rng.standard_normal((2, 300, 2, 64), dtype=np.float32)
+    cache, rows = kvfast.KVCache(1, 2, 64, dtype="int8"), kvfast.MLAKVCache(1, 48, 16)
+    cache.append(0, k, v)
+    rows.append(0, k[:, 0])
+    for kind, heads in ((cache, 1), (cache, 2), (rows, 1)):
+        q, out = rng.standard_normal((3, 6, 64), dtype=np.float32), np.empty((3, 6, 48 if kind is rows else 64), np.float32)
+        chosen = np.full((3, heads, 7), -1)
+        for row in chosen.reshape(-1, 7):
+            row[:5] = run * rng.permutation(297 // run)[:5]
+        layer = runtimes[1].Layer(kind, 0)
+        layer.attend(q, out, chosen=chosen, run=run)
+        assert np.array_equal(out, kind.attend(0, q, chosen=chosen[:, 0] if heads == 1 else chosen, chosen_run=run))
+        for options, text in [
+            ({"num_chosen": 2}, "-1: chosen must point to num_chosen aligned positions .* got 2 of 1 heads at address 0x0"),
+            ({"num_chosen": -1}, "-1: chosen must point to num_chosen aligned positions"),
+            ({"chosen": chosen + 300}, "-1: chosen holds"),
+            ({"chosen": chosen, "run": 3}, "-1: chosen_run must be 1, or with chosen 16, got 3"),
+        ]:
+            out[...] = 7
+            with pytest.raises(ValueError, match=text):
+                layer.attend(q, out, **options)
+            assert (out == 7).all()
+
+
 def test_the_kernels(runtimes, rng, isa):
     rows = rng.standard_normal((3, 64), dtype=np.float32)
     twice = rows.copy()

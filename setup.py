@@ -1,6 +1,7 @@
 """Builds the extension modules. Everything else stands in pyproject.toml.
 
-KVFAST_OPENMP=0 builds without OpenMP, KVFAST_OPENMP=1 insists on it; else a probe decides.
+KVFAST_OPENMP=0 builds without OpenMP, KVFAST_OPENMP=1 insists on it; else a probe decides. Without it, calls use a pool of the
+system's threads (kvfast/core/thread_pool.h).
 KVFAST_CFLAGS holds flags of one's own, which come last: for the compiler and the linker, as sanitizers need it.
 On Windows the compiler is clang in its GNU dialect, with mingw-w64; CC names another one.
 """

@@ -7,8 +7,9 @@ ruff check .
 ruff format --check --quiet .
 cython-lint kvfast
 python ci/words.py
-clang-format --dry-run -Werror kvfast/simd/{coding/layout.inc,coding/seal.inc,vectors/pq.inc,vectors/rows.inc,isa/vec_scalar}.h kvfast/attention/walk/*.h
-if git grep -nIP '\t| +$' -- '*.h' '*.c' '*.py' '*.pyi' '*.pyx' '*.pxd' '*.sh' || git grep -nIP '^.{137}' -- 'kvfast/simd' 'kvfast/attention/walk'; then
+clang-format --dry-run -Werror kvfast/simd/{coding/layout.inc,coding/seal.inc,vectors/pq.inc,vectors/rows.inc,isa/vec_scalar}.h kvfast/attention/walk/*.h \
+    kvfast/core/thread_pool.h tests/core/thread_pool.c
+if git grep -nIP '\t| +$' -- '*.h' '*.c' '*.py' '*.pyi' '*.pyx' '*.pxd' '*.sh' || git grep -nIP '^.{137}' -- 'kvfast/simd' 'kvfast/attention/walk' 'kvfast/core/*.h'; then
     echo "a tab, blanks at the end of a line, or a long line: see above"
     exit 1
 fi

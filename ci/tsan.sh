@@ -9,6 +9,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 CC=clang-16 KVFAST_OPENMP=1 KVFAST_CFLAGS="-O1 -g1 -fsanitize=thread" ci/build_copy.sh "$work"
 cd "$work"
+# The threads of builds without OpenMP: the sanitizer sees all of them. Forks are tested.
+clang-16 -O1 -g1 -fsanitize=thread -I kvfast tests/core/thread_pool.c -o thread_pool
+TSAN_OPTIONS="halt_on_error=1 die_after_fork=0" setarch -R ./thread_pool
 # Python and the OpenMP runtime are not instrumented: their locks count, what they do inside does not. Forks are tested.
 export PYTHONPATH=$work OMP_TOOL_LIBRARIES=/usr/lib/llvm-16/lib/libarcher.so KVFAST_NUM_THREADS=4
 export TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1 allocator_may_return_null=1 die_after_fork=0 \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Kernels and modules as 64-bit Windows gets them: by clang in its GNU dialect, with mingw-w64. Under wine, a driver holds the kernels to
-# what those of the build in place compute (tests/simd/kernel_vectors.c), and sees that they keep the registers that Windows says. The
-# modules are compiled with the headers of this Python and ci/windows/pyconfig.h, and linked: they must need no library but Windows' own.
+# what those of the build in place compute (tests/simd/kernel_vectors.c), and sees that they keep the registers that Windows says; the
+# threads of builds without OpenMP are tried there, too. The modules are compiled with the headers of this Python and ci/windows/pyconfig.h, and linked: they must need no library but Windows' own.
 # Nothing runs them, as there is no Python for Windows here. QUICK=1 only has clang read all sources. As root, installs what is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +18,7 @@ modules="$(git ls-files 'kvfast/*.pyx' | sed 's/pyx$/c/') kvfast/core/memoryview
 kernels=$(git ls-files 'kvfast/simd/*.c')
 each() { xargs -P "$(nproc)" -I {} "$@"; } # each COMMAND...: with {} for a line of the input
 if [ -n "${QUICK:-}" ]; then
-    printf '%s\n' $modules $kernels tests/simd/kernel_vectors.c | each $clang -fsyntax-only {}
+    printf '%s\n' $modules $kernels tests/simd/kernel_vectors.c tests/core/thread_pool.c | each $clang -fsyntax-only {}
     exit
 fi
 ci/need.sh x86_64-w64-mingw32-gcc gcc-mingw-w64-x86-64-win32
@@ -36,6 +36,8 @@ $clang "$work"/kernels/*.o -o "$work/kernel_vectors.exe"
 python tests/simd/kernel_vectors.py "$work/vectors"
 export WINEPREFIX=$work/wine WINEDEBUG=-all WINEDLLOVERRIDES="mscoree,mshtml="
 (cd "$work" && wine kernel_vectors.exe vectors)
+$clang -O2 tests/core/thread_pool.c -o "$work/thread_pool.exe"
+wine "$work/thread_pool.exe"
 
 # A library that has every name of Python that the modules import.
 cd "$work/modules"

@@ -47,6 +47,7 @@ from kvfast.core import tuning as _tuning
 from kvfast.core.kernels import active_isa, available_isas, use_isa
 from kvfast.core.kernels import cpu_features as _cpu_features
 from kvfast.core.threads import get_num_threads, has_openmp, set_num_threads
+from kvfast.core.threads import thread_source as _thread_source
 from kvfast.errors import (
     CacheFullError,
     CorruptFileError,
@@ -132,6 +133,7 @@ def config() -> dict[str, Any]:
         "active_isa": active_isa(),
         "available_isas": available_isas(),
         "openmp": has_openmp(),
+        "threads": _thread_source(),
         "num_threads": get_num_threads(),
         "cpu_features": _cpu_features(),
         "tuning": {**asdict(prefetching), "source": source},
@@ -158,4 +160,4 @@ def show_config() -> None:
     tuning = dict(settings["tuning"])
     source = tuning.pop("source")
     print(f"Tuning:       {', '.join(f'{name}={value}' for name, value in tuning.items())} (from {source})")
-    print(f"OpenMP:       {'yes' if settings['openmp'] else 'no'}, {settings['num_threads']} threads")
+    print(f"Threads:      {settings['num_threads']} (of {settings['threads']})")

@@ -136,7 +136,7 @@ def _threads(work, wanted):
             f"this process was forked from one that had used OpenMP, and its threads could not be ended before: 1 thread "
             f"instead of {lost}; fork before the first call, or start processes by spawn"
         )
-    return "openmp", f"this build has no OpenMP: 1 thread instead of {lost}"
+    return "threads", f"this build has neither OpenMP nor threads of the system: 1 thread instead of {lost}"
 
 
 def log_gathered(name):

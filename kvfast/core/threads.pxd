@@ -1,4 +1,4 @@
-"""How many threads a call uses, and the loop that they share. Only this module uses OpenMP."""
+"""How many threads a call uses, and the loop that they share. Only this module uses OpenMP, or the pool of a build without it."""
 from kvfast.core.interrupt cimport kv_watch
 
 # One task of a call. All tasks share `call`; threads are numbered from 0. The flags that tasks return are joined by "or".

@@ -1,13 +1,15 @@
 # cython: language_level=3
 """How many threads a call uses, and the loop that they share.
 
-The number comes from ``num_threads=`` of the call, else `set_num_threads`, else ``KVFAST_NUM_THREADS``, else OpenMP:
+The number comes from ``num_threads=`` of the call, else `set_num_threads`, else ``KVFAST_NUM_THREADS``, else
 ``OMP_NUM_THREADS``, a limit set through threadpoolctl, or the CPUs that this process may use (affinity and cgroup
-quota). Each call asks OpenMP anew. OpenMP reads ``OMP_NUM_THREADS`` when it is loaded, and so does this module.
+quota). Each call asks anew. OpenMP reads ``OMP_NUM_THREADS`` when it is loaded, and so does this module.
+
+The threads are OpenMP's. A build without it has a pool of the system's threads, `thread_pool.h`, which threadpoolctl does not know.
 """
 import os
 
-from cython.parallel cimport prange, threadid
+cimport cython
 
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 
@@ -19,13 +21,23 @@ cdef extern from *:
     #ifdef _OPENMP
     #include <omp.h>
     #define KV_HAVE_OPENMP 1
+    #define KV_HAVE_POOL 0
+    typedef void (*kv_do_share)(void *work, int share);
+    static int kv_usable_cpus(void) { return omp_get_max_threads(); }
+    static void kv_forget_threads(void) {}
+    static void kv_run_shares(int shares, kv_do_share do_share, void *work) {
+        #pragma omp parallel for schedule(static, 1) num_threads(shares)
+        for (int share = 0; share < shares; share++) do_share(work, share);
+    }
     #else
+    #include "core/thread_pool.h"
     #define KV_HAVE_OPENMP 0
-    static int omp_get_max_threads(void) { return 1; }
     #endif
 
     /* Ends the threads that wait for this thread's next parallel region, which then starts new ones. 0 on success. */
-    #if defined(_OPENMP) && defined(__GNUC__) && __GNUC__ >= 9 && !defined(__clang__)
+    #if !defined(_OPENMP)
+    static int kv_end_team(void) { return 0; } /* the child of a fork begins with a pool without threads */
+    #elif defined(__GNUC__) && __GNUC__ >= 9 && !defined(__clang__)
     static int kv_end_team(void) { return omp_pause_resource_all(omp_pause_soft); }
     #else
     static int kv_end_team(void) { return -1; }
@@ -34,10 +46,30 @@ cdef extern from *:
     /* Whether the OpenMP threads of the thread that forks could not be ended. */
     static _Thread_local int kv_team_stays;
     """
-    int KV_HAVE_OPENMP
-    int omp_get_max_threads() nogil
-    int kv_end_team() nogil
+    int KV_HAVE_OPENMP, KV_HAVE_POOL
+    int kv_usable_cpus() noexcept nogil     # or OMP_NUM_THREADS, if OpenMP has read it
+    void kv_forget_threads() noexcept nogil
+    # Runs do_share(work, 0) to do_share(work, shares - 1), each once, on at most `shares` threads.
+    void kv_run_shares(int shares, void (*do_share)(void *work, int share) noexcept nogil, void *work) noexcept nogil
+    int kv_end_team() noexcept nogil
     int kv_team_stays
+
+cdef extern from *:
+    """
+    static Py_ssize_t kv_next(Py_ssize_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
+    static void kv_join(int *flags, int more) { __atomic_or_fetch(flags, more, __ATOMIC_RELAXED); }
+    """
+    Py_ssize_t kv_next(Py_ssize_t *next) noexcept nogil
+    void kv_join(int *flags, int more) noexcept nogil
+
+cdef struct kv_loop:
+    kv_team *team
+    kv_do_task do_task
+    void *call
+    Py_ssize_t num_tasks
+    kv_schedule schedule
+    Py_ssize_t next            # the next task, if the schedule is DYNAMIC
+    int flags
 
 
 # Bytes to stream from which a second thread pays: its work must take longer than waking it. python -m kvfast bench --work decode
@@ -46,6 +78,7 @@ cdef double _WORK_PER_THREAD = 192 * 1024
 
 cdef int _chosen = 0            # set_num_threads or KVFAST_NUM_THREADS, or 0
 cdef int _quota = 0             # CPUs that the cgroup grants, or 0 if there is no quota or OMP_NUM_THREADS is set
+cdef int _wished = 0            # OMP_NUM_THREADS if there is no OpenMP that reads it, or 0
 cdef bint _pool_started = False
 cdef bint _orphaned = False     # forked while OpenMP's threads waited for work: fork did not copy them
 
@@ -98,24 +131,29 @@ def get_num_threads():
     Returns
     -------
     int
-        The number set by `set_num_threads` or ``KVFAST_NUM_THREADS``, else OpenMP's number of threads. Unless
-        ``OMP_NUM_THREADS`` is set, this is at most the CPUs that the cgroup grants.
+        The number set by `set_num_threads` or ``KVFAST_NUM_THREADS``, else OpenMP's number of threads. A build without OpenMP
+        takes the CPUs that this process may use. Unless ``OMP_NUM_THREADS`` is set, this is at most the CPUs that the cgroup grants.
     """
     return _default()
 
 
 cdef int _default() noexcept nogil:
     cdef int chosen = _chosen  # read once: another thread may set it meanwhile
-    if not KV_HAVE_OPENMP:
+    if not (KV_HAVE_OPENMP or KV_HAVE_POOL):
         return 1
-    if chosen:
-        return chosen
-    return min(omp_get_max_threads(), _quota) if _quota else omp_get_max_threads()
+    if chosen or _wished:
+        return chosen or _wished
+    return min(kv_usable_cpus(), _quota) if _quota else kv_usable_cpus()
 
 
 def has_openmp():
     """Whether this build has OpenMP."""
     return bool(KV_HAVE_OPENMP)
+
+
+def thread_source():
+    """Whose threads this build uses: "OpenMP", "kvfast" for a pool of the system's, or "none"."""
+    return "OpenMP" if KV_HAVE_OPENMP else "kvfast" if KV_HAVE_POOL else "none"
 
 
 cdef int gather(kv_team *team, object num_threads, double work) except -1:
@@ -144,34 +182,42 @@ cdef int for_each(kv_team *team, kv_do_task do_task, void *call, Py_ssize_t num_
 
 cdef int run_each(kv_team *team, kv_do_task do_task, void *call, Py_ssize_t num_tasks, kv_schedule schedule) noexcept nogil:
     """Run all tasks, in any order if there are several threads. Skips the rest once a signal handler has raised."""
-    cdef kv_watch *watch = team.watch
-    cdef Py_ssize_t i
-    cdef int flags = 0, weight = 16 if schedule == DYNAMIC else 1
-    if team.threads == 1:  # without waking OpenMP
-        for i in range(num_tasks):
-            if not is_stopped(watch, weight):
-                flags |= do_task(call, i, 0, watch)
-    elif schedule == DYNAMIC:
-        for i in prange(num_tasks, schedule="dynamic", chunksize=1, num_threads=team.threads):
-            if not is_stopped(watch, weight):
-                flags |= do_task(call, i, threadid(), watch)
+    cdef kv_loop loop
+    loop.team, loop.do_task, loop.call, loop.num_tasks, loop.schedule = team, do_task, call, num_tasks, schedule
+    loop.next = loop.flags = 0
+    if team.threads == 1:  # without waking anybody
+        _do_share(&loop, 0)
     else:
-        for i in prange(num_tasks, schedule="static", num_threads=team.threads):
-            if not is_stopped(watch, weight):
-                flags |= do_task(call, i, threadid(), watch)
-    return flags
+        kv_run_shares(team.threads, _do_share, &loop)
+    return loop.flags
+
+
+@cython.cdivision(True)
+cdef void _do_share(void *memory, int thread) noexcept nogil:
+    """The tasks of one thread."""
+    cdef kv_loop *loop = <kv_loop *>memory
+    cdef kv_watch *watch = loop.team.watch
+    cdef Py_ssize_t i, threads = loop.team.threads
+    cdef int flags = 0
+    if loop.schedule == DYNAMIC:
+        i = kv_next(&loop.next)
+        while i < loop.num_tasks:
+            if not is_stopped(watch, 16):
+                flags |= loop.do_task(loop.call, i, thread, watch)
+            i = kv_next(&loop.next)
+    else:
+        for i in range(loop.num_tasks * thread // threads, loop.num_tasks * (thread + 1) // threads):
+            if not is_stopped(watch, 1):
+                flags |= loop.do_task(loop.call, i, thread, watch)
+    kv_join(&loop.flags, flags)
 
 
 def lost_threads(num_threads, double work):
-    """Threads that a call would use if this build had OpenMP and the process had not been forked; 1 if neither costs any."""
-    if KV_HAVE_OPENMP and not _orphaned or num_threads is None and work < 2 * _WORK_PER_THREAD:
+    """Threads that a call would use if this build had threads and the process had not been forked; 1 if neither costs any."""
+    if (KV_HAVE_OPENMP or KV_HAVE_POOL) and not _orphaned or num_threads is None and work < 2 * _WORK_PER_THREAD:
         return 1
-    wanted = num_threads or (get_num_threads() if KV_HAVE_OPENMP else _chosen or _quota or _cpus())
+    wanted = num_threads or (get_num_threads() if KV_HAVE_OPENMP else _chosen or _quota or os.cpu_count() or 1)
     return max(1, min(wanted, int(work / _WORK_PER_THREAD)))
-
-
-def _cpus():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 cdef int threads_for(object num_threads, double work) except -1:
@@ -189,7 +235,7 @@ cdef int _count(int num_threads, double work) noexcept nogil:
         if work < 2 * _WORK_PER_THREAD:
             return 1
         num_threads = _default()
-    if _orphaned or not KV_HAVE_OPENMP:
+    if _orphaned or not (KV_HAVE_OPENMP or KV_HAVE_POOL):
         return 1
     return max(1, min(num_threads, <int>min(work / _WORK_PER_THREAD, 1024.0)))
 
@@ -205,12 +251,21 @@ def _after_fork_in_child():
     global _orphaned, _pool_started
     _orphaned = _orphaned or kv_team_stays
     _pool_started = _orphaned
+    kv_forget_threads()
+
+
+def _wish(str text):
+    """The number that OMP_NUM_THREADS begins with, as OpenMP reads it, or 0."""
+    number = text.partition(",")[0].strip()
+    return min(int(number), 1024) if number.isdecimal() else 0
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 if "OMP_NUM_THREADS" not in os.environ:
     _quota = _cgroup_quota()
+elif not KV_HAVE_OPENMP:
+    _wished = _wish(os.environ["OMP_NUM_THREADS"])
 if os.environ.get("KVFAST_NUM_THREADS"):
     try:
         _chosen = _check(int(os.environ["KVFAST_NUM_THREADS"]), "KVFAST_NUM_THREADS")

@@ -153,7 +153,7 @@ def test_threads_are_set_and_given_back():
     seen, before = [], kvfast.get_num_threads()
     with measuring.using_threads(3):
         seen.append(kvfast.get_num_threads())
-    assert seen == [3 if kvfast.has_openmp() else 1] and kvfast.get_num_threads() == before
+    assert seen == [3] and kvfast.get_num_threads() == before
 
 
 def test_calls_are_interleaved():

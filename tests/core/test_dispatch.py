@@ -65,7 +65,10 @@ def test_use_isa():
 
 def test_show_config(capsys):
     kvfast.show_config()
-    assert kvfast.active_isa() in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert kvfast.active_isa() in told
+    source = kvfast.config()["threads"]
+    assert source == ("OpenMP" if kvfast.has_openmp() else "kvfast") and f"{kvfast.get_num_threads()} (of {source})" in told
 
 
 def environment(**more):

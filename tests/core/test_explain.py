@@ -109,10 +109,9 @@ def test_splits_and_threads():
         assert plan.items[0].num_runs == num_splits
     single, many = (cache.explain(0, (1, 4, 64), num_threads=num_threads) for num_threads in (1, 16))
     assert single.num_tasks == 2 and single.items[0].splits == many.items[0].splits
-    if kvfast.has_openmp():
-        assert many.num_tasks == 2 * many.items[0].num_runs == 40
+    assert many.num_tasks == 2 * many.items[0].num_runs == 40
     assert cache.explain(0, (1, 4, 64), num_threads=1).num_threads == 1
-    assert cache.explain(0, (1, 4, 64), num_threads=7).num_threads == (7 if kvfast.has_openmp() else 1)
+    assert cache.explain(0, (1, 4, 64), num_threads=7).num_threads == 7
     assert filled(10).explain(0, (1, 4, 64), num_threads=7).num_threads == 1  # not worth a second thread
     with kvfast.use_isa("scalar"):
         wide = cache.explain(0, (40, 16, 64))
@@ -234,9 +233,8 @@ def test_notes():
     with kvfast.use_isa(kvfast.available_isas()[0]):
         best = filled(64).explain(0).notes
     assert not best or kvfast.active_isa() in ("avx512", "avx_vnni", "avx2", "sse2", "neon_dotprod", "neon", "scalar")
-    if kvfast.has_openmp():
-        idle = filled(20000, 1).explain(0, 1, num_splits=1, num_threads=3)
-        assert idle.num_tasks == 1 and "3 threads share 1 task" in idle.notes[-1] and "note" in str(idle)
+    idle = filled(20000, 1).explain(0, 1, num_splits=1, num_threads=3)
+    assert idle.num_tasks == 1 and "3 threads share 1 task" in idle.notes[-1] and "note" in str(idle)
 
 
 def test_packed_codes_go_without_the_matrix_unit():

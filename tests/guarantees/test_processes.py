@@ -21,7 +21,7 @@ SECONDS = 60  # for a child, that takes one
 
 
 def num_threads_of(cache):
-    """Threads of OpenMP that exist besides Python's, once a call has had two."""
+    """Threads that exist besides Python's, once a call has had two."""
     cache.attend(0, queries(), num_threads=2)
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
@@ -59,14 +59,14 @@ def test_a_forked_child_has_threads():
         assert cache.attend(0, q, num_threads=2).tobytes() == expected
     plan = fork(lambda: repr(cache.explain(0, q, num_threads=2)).encode()).decode()
     assert plan == repr(notes)
-    if sys.platform == "linux" and kvfast.has_openmp():
+    if sys.platform == "linux":
         assert notes.num_threads == 2
         assert fork(lambda: bytes([num_threads_of(cache)])) == b"\x01"  # two with its own; here, tools may have some of theirs
         assert num_threads_of(cache) >= 1
 
 
 def test_a_child_of_another_thread():
-    """Each thread of Python has threads of OpenMP of its own; who forks takes none of the others' along."""
+    """With OpenMP, each thread of Python has threads of its own; who forks takes none of the others' along."""
     cache, q, told = filled(0), queries(), []
     expected = cache.attend(0, q, num_threads=2).tobytes()
 

@@ -734,10 +734,11 @@ def test_second_openmp_runtime(tmp_path, when, gnu_openmp):
 def test_policy():
     threadpoolctl = pytest.importorskip("threadpoolctl")
     kvfast.set_num_threads(3)
-    assert kvfast.get_num_threads() == (3 if kvfast.config()["openmp"] else 1)
+    assert kvfast.get_num_threads() == 3
     kvfast.set_num_threads(None)
-    with threadpoolctl.threadpool_limits(1):
-        assert kvfast.get_num_threads() == 1
+    if kvfast.has_openmp():  # threadpoolctl knows no other threads
+        with threadpoolctl.threadpool_limits(1):
+            assert kvfast.get_num_threads() == 1
     for bad, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="num_threads"):
             kvfast.set_num_threads(bad)
@@ -750,10 +751,48 @@ def run(code, **environment):
 def test_environment():
     code = "import kvfast; print(kvfast.get_num_threads(), kvfast.active_isa())"
     got = run(code, KVFAST_NUM_THREADS="5", KVFAST_ISA="scalar")
-    assert got.stdout.split() == ["5" if kvfast.config()["openmp"] else "1", "scalar"]
+    assert got.stdout.split() == ["5", "scalar"]
     assert "KVFAST_NUM_THREADS" in run(code, KVFAST_NUM_THREADS="many").stderr
     for name in ("abacus", "AVX2"):
         assert f"KVFAST_ISA in the environment: unknown ISA tier '{name}'; this CPU can run" in run(code, KVFAST_ISA=name).stderr
+
+
+@pytest.mark.parametrize(("value", "threads"), [("3", 3), ("4,2", 4), (" 5 ", 5)])
+def test_threads_of_openmp_in_the_environment(value, threads):
+    """Also where kvfast has threads of its own."""
+    got = run("import kvfast; print(kvfast.get_num_threads())", OMP_NUM_THREADS=value, KVFAST_NUM_THREADS="")
+    assert got.stdout.split() == [str(threads)], got.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+def test_no_more_threads_than_cpus_that_may_be_used():
+    """By default. OpenMP asks once, when it is loaded; kvfast's own threads are counted anew in each call."""
+    own = kvfast.config()["threads"] == "kvfast"
+    pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    code = "import kvfast\n" + pin if own else pin + "import kvfast\n"
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "KVFAST_NUM_THREADS")}
+    command = [sys.executable, "-c", code + "print(kvfast.get_num_threads(), kvfast.config()['threads'])"]
+    got = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert got.stdout.split() == ["1", "kvfast" if own else "OpenMP"]
+
+
+def test_python_ends_while_a_thread_computes():
+    """A daemon thread of Python may be in the middle of a call, with threads at work for it."""
+    code = (
+        "import threading, numpy as np, kvfast\n"
+        "cache = kvfast.KVCache(1, 2, 64)\n"
+        "cache.append(0, *np.ones((2, 20000, 2, 64), np.float32))\n"
+        "q, begun = np.ones((1, 8, 64), np.float32), threading.Event()\n"
+        "def work():\n"
+        "    while True:\n"
+        "        cache.attend(0, q, num_threads=3)\n"
+        "        begun.set()\n"
+        "threading.Thread(target=work, daemon=True).start()\n"
+        "begun.wait()\n"
+    )
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 def test_threads_do_not_spin_for_long(gnu_openmp):

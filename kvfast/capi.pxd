@@ -6,6 +6,7 @@ all of a kvfast_options or a kvfast_batch to 0 first.
 """
 
 from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t
 
 from kvfast.handles.header cimport *  # its types and numbers, as names of this module
 
@@ -40,3 +41,6 @@ cdef int append_batch(kvfast_pool *pool, int layer, const kvfast_batch *batch, c
 cdef int attend_batch(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
                       const kvfast_rows *out) noexcept nogil
 cdef const char *pool_error(kvfast_pool *pool) noexcept nogil
+cdef int advance_ids(kvfast_cache *sequence, const int64_t *token_ids, Py_ssize_t n) noexcept nogil
+cdef int match_prefix(kvfast_pool *pool, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
+                      kvfast_cache **sequence) noexcept nogil

@@ -6,7 +6,7 @@ Anything else, errors included, takes the same path as a call from Python. `kvfa
 """
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
-from libc.stdint cimport intptr_t
+from libc.stdint cimport int64_t, intptr_t
 from libc.string cimport memset
 
 from kvfast.core.kernels cimport active
@@ -48,6 +48,9 @@ cdef extern from "kvfast.h":
         int (*attend_batch)(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *q,
                             const kvfast_options *options, const kvfast_rows *out) noexcept nogil
         const char *(*pool_error)(kvfast_pool *pool) noexcept nogil
+        int (*advance_ids)(kvfast_cache *sequence, const int64_t *token_ids, Py_ssize_t n) noexcept nogil
+        int (*match_prefix)(kvfast_pool *pool, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
+                            kvfast_cache **sequence) noexcept nogil
 
 
 cdef kvfast_cache *open(object cache) except NULL:
@@ -195,6 +198,15 @@ cdef const char *pool_error(kvfast_pool *pool) noexcept nogil:
     return &(<PoolHandle>pool).text[0]
 
 
+cdef int advance_ids(kvfast_cache *sequence, const int64_t *token_ids, Py_ssize_t n) noexcept nogil:
+    return KVFAST_INVALID if sequence == NULL else (<CacheHandle>sequence).advance_ids(token_ids, n)
+
+
+cdef int match_prefix(kvfast_pool *pool, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
+                      kvfast_cache **sequence) noexcept nogil:
+    return KVFAST_INVALID if pool == NULL else (<PoolHandle>pool).match_prefix(token_ids, n, salt, salt_nbytes, sequence)
+
+
 cdef kvfast_api _api
 _api.abi, _api.api = KVFAST_ABI, KVFAST_API
 _api.open, _api.close, _api.append, _api.attend = open, close, append, attend
@@ -205,4 +217,5 @@ _api.snapshot, _api.restore, _api.close_snapshot, _api.save, _api.load = snapsho
 _api.open_batches, _api.close_batches, _api.pool_error = open_batches, close_batches, pool_error
 _api.new_sequence, _api.free_sequence, _api.num_free_blocks = new_sequence, free_sequence, num_free_blocks
 _api.append_batch, _api.attend_batch = append_batch, attend_batch
+_api.advance_ids, _api.match_prefix = advance_ids, match_prefix
 C_API = PyCapsule_New(&_api, "kvfast.capi.C_API", NULL)

@@ -183,6 +183,14 @@ typedef struct {
                         const kvfast_rows *out);
     /* Text of the last error of a function that was given this pool; as error. */
     const char *(*pool_error)(kvfast_pool *pool);
+    /* As advance, for n tokens whose ids are known: match_prefix then finds the blocks that they fill. Only sequences of a
+       pool take it. */
+    int (*advance_ids)(kvfast_cache *sequence, const int64_t *token_ids, ptrdiff_t n);
+    /* A sequence that begins with the blocks that the pool still has of a prompt of n tokens: its length tells how many tokens were
+       found, perhaps 0, and never the last one. Blocks are found only with the salt that they were made with (salt_nbytes of it, at most
+       64; NULL and 0: none), which the sequence keeps. */
+    int (*match_prefix)(kvfast_pool *pool, const int64_t *token_ids, ptrdiff_t n, const void *salt, ptrdiff_t salt_nbytes,
+                        kvfast_cache **sequence);
 } kvfast_api;
 
 /* The functions of the kvfast that Python imports; NULL with a Python exception on error. Needs the GIL. */

@@ -121,6 +121,17 @@ cdef object _per_head(const float *values, Py_ssize_t heads):
     return None if values == NULL else [values[i] for i in range(heads)]
 
 
+cdef object ids_of(const int64_t *token_ids, Py_ssize_t n):
+    """The ids of tokens, as Python has them."""
+    cdef int64_t[::1] view
+    if n < 0 or (token_ids == NULL and n > 0):
+        raise ValueError(f"token_ids must point to n of them, got {n} and {'NULL' if token_ids == NULL else 'an address'}")
+    ids = view = np.empty(n, np.int64)
+    if n:
+        memcpy(&view[0], token_ids, ids.nbytes)
+    return ids
+
+
 cdef list integers(const Py_ssize_t *given, Py_ssize_t count, int width, str name):
     """An array of an option, as Python has it: `count` numbers, or rows of `width` numbers; None for an empty one."""
     if count < 0 or (given == NULL and count > 0):

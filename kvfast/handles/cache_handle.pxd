@@ -1,4 +1,6 @@
 """A `kvfast_cache`."""
+from libc.stdint cimport int64_t
+
 from kvfast.core.arrays cimport kv_rows
 from kvfast.handles.handle cimport Handle
 from kvfast.handles.header cimport kvfast_cache, kvfast_options, kvfast_rows, kvfast_snapshot
@@ -29,6 +31,7 @@ cdef class CacheHandle(Handle):
                            const kvfast_rows *out) noexcept with gil
     cdef int python_advance(self, Py_ssize_t n) noexcept with gil
     cdef Py_ssize_t python_layer_length(self, int layer) noexcept with gil
+    cdef int advance_ids(self, const int64_t *token_ids, Py_ssize_t n) noexcept with gil
     cdef int truncate(self, Py_ssize_t n) noexcept with gil
     cdef int keep_branch(self, Py_ssize_t n, const Py_ssize_t *keep, Py_ssize_t num_kept) noexcept with gil
     cdef int fork(self, kvfast_cache **other) noexcept with gil

@@ -11,7 +11,7 @@ from kvfast.codec.blocks cimport kv_context, kv_layout
 from kvfast.codec.encode cimport WRITTEN, encode_rows, work_of
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.threads cimport gather_unwatched, kv_team
-from kvfast.handles.arguments cimport convert, integers, request_of
+from kvfast.handles.arguments cimport convert, ids_of, integers, request_of
 from kvfast.handles.handle cimport Handle, copy_lse
 from kvfast.handles.header cimport KVFAST_OK, kvfast_cache, kvfast_options, kvfast_rows, kvfast_snapshot
 from kvfast.storage.tables.block_table cimport BlockTable
@@ -157,6 +157,15 @@ cdef class CacheHandle(Handle):
     cdef int python_advance(self, Py_ssize_t n) noexcept with gil:
         try:
             self.cache.advance(n)
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef int advance_ids(self, const int64_t *token_ids, Py_ssize_t n) noexcept with gil:
+        try:
+            if not self.is_paged:
+                raise ValueError(f"advance_ids needs a sequence of a pool, got a {type(self.cache).__name__}: call advance")
+            self.cache.advance(n, ids_of(token_ids, n))
             return KVFAST_OK
         except BaseException as error:
             return self.failed(error)

@@ -1,4 +1,6 @@
 """A `kvfast_pool`."""
+from libc.stdint cimport int64_t
+
 from kvfast.core.arrays cimport kv_rows
 from kvfast.handles.handle cimport Handle
 from kvfast.handles.header cimport kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
@@ -12,6 +14,8 @@ cdef class PoolHandle(Handle):
     cdef PagedBatches batches
 
     cdef int new_sequence(self, kvfast_cache **sequence) noexcept with gil
+    cdef int match_prefix(self, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
+                          kvfast_cache **sequence) noexcept with gil
     cdef Py_ssize_t num_free_blocks(self) noexcept with gil
     cdef int append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil
     cdef int attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,

@@ -13,7 +13,7 @@ from kvfast.codec.encode cimport WRITTEN, check_rows, check_storable, encode_row
 from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.checks cimport check_layer
 from kvfast.core.threads cimport gather_unwatched, kv_team
-from kvfast.handles.arguments cimport convert, divided, integers, request_of
+from kvfast.handles.arguments cimport convert, divided, ids_of, integers, request_of
 from kvfast.handles.cache_handle cimport CacheHandle, pointer_to
 from kvfast.handles.handle cimport Handle, copy_lse
 from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
@@ -47,6 +47,21 @@ cdef class PoolHandle(Handle):
                 raise ValueError("sequence must point to where the new sequence goes, got NULL")
             sequence[0] = NULL
             sequence[0] = pointer_to(self.cache.new_sequence())
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef int match_prefix(self, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
+                          kvfast_cache **sequence) noexcept with gil:
+        try:
+            if sequence == NULL:
+                raise ValueError("sequence must point to where the new sequence goes, got NULL")
+            sequence[0] = NULL
+            if salt_nbytes < 0 or (salt == NULL and salt_nbytes > 0):
+                raise ValueError(f"salt must point to salt_nbytes bytes, got {salt_nbytes} and "
+                                 + ("NULL" if salt == NULL else "an address"))
+            given = (<const char *>salt)[:salt_nbytes] if salt_nbytes else b""
+            sequence[0] = pointer_to(self.cache.match_prefix(ids_of(token_ids, n), given))
             return KVFAST_OK
         except BaseException as error:
             return self.failed(error)

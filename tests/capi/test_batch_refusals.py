@@ -116,6 +116,7 @@ def test_a_freed_sequence(c, rng):
         lambda: sequence.append(0, k, k),
         lambda: sequence.attend(0, k, k.copy()),
         lambda: sequence.advance(1),
+        lambda: sequence.advance_ids(np.arange(1)),
         lambda: sequence.truncate(0),
         lambda: sequence.truncate(0, [0]),
         lambda: sequence.fork(),
@@ -130,7 +131,7 @@ def test_a_freed_sequence(c, rng):
 
 def test_null(c):
     codes, text = c.without_a_pool()
-    assert codes == [INVALID] * 11 and text == "the pool is NULL"
+    assert codes == [INVALID] * 13 and text == "the pool is NULL"
     handle = c.Pool(new_pool())
     with pytest.raises(ValueError, match="-1: sequence must point to where the new sequence goes, got NULL"):
         handle.new_sequence(nowhere=True)
@@ -138,6 +139,22 @@ def test_null(c):
     for wrong in (None, kvfast.KVCache(1, 2, 64), new_pool().new_sequence()):
         with pytest.raises(TypeError, match="pool must be a PagedKVCache or PagedMLAKVCache, got "):
             c.Pool(wrong)
+
+
+def test_wrong_prefixes(c):
+    handle, ids, cache = c.Pool(new_pool()), np.arange(5), c.Sequence.of(kvfast.KVCache(1, 2, 64))
+    for call, text in (
+        (lambda: handle.match_prefix(ids, nowhere=True), "sequence must point to where the new sequence goes, got NULL"),
+        (lambda: handle.match_prefix(None, n=3), "token_ids must point to n of them, got 3 and NULL"),
+        (lambda: handle.match_prefix(ids, n=-1), "token_ids must point to n of them, got -1 and an address"),
+        (lambda: handle.match_prefix(ids, salt_nbytes=4), "salt must point to salt_nbytes bytes, got 4 and NULL"),
+        (lambda: handle.match_prefix(ids, b"x" * 65), "salt must"),
+        (lambda: cache.advance_ids(ids), "advance_ids needs a sequence of a pool, got a KVCache: call advance"),
+        (lambda: handle.new_sequence().advance_ids(ids), "needs 5 tokens in every layer"),
+    ):
+        with pytest.raises(ValueError, match=f"{INVALID}: .*{text}"):
+            call()
+    assert handle.num_free_blocks == 60
 
 
 def test_numbers_of_64_bits_stay_whole(c):

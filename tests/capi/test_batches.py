@@ -117,6 +117,27 @@ def test_blocks_that_python_knows_by_their_tokens_are_not_written(c, rng):
     assert np.array_equal(sequence.k(0)[:20], before[:20]) and not np.array_equal(sequence.k(0)[20:25], before[20:25])
 
 
+def test_prefixes_are_found_by_their_tokens(c, rng):
+    """By the salt that they were made with alone, and in Python as in C."""
+    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=12, block_size=16, dtype="int8")
+    handle, k, ids = c.Pool(pool), rng.standard_normal((40, 2, 64), np.float32), np.arange(40)
+    first = handle.match_prefix(ids, b"tenant")
+    assert len(first) == 0
+    for part in (slice(0, 30), slice(30, 40)):
+        first.append(0, k[part], k[part])
+        first.advance_ids(ids[part])
+    found = handle.match_prefix(ids, b"tenant")
+    assert len(found) == 32 and len(handle.match_prefix(ids[:32], b"tenant")) == 16
+    assert len(handle.match_prefix(ids)) == len(handle.match_prefix(ids, b"another")) == len(pool.match_prefix(ids)) == 0
+    assert len(pool.match_prefix(ids, salt=b"tenant")) == 32
+    q, outs = rng.standard_normal((1, 4, 64), np.float32), [np.empty((1, 4, 64), np.float32) for _ in range(2)]
+    found.append(0, k[32:], k[32:])
+    found.advance_ids(ids[32:])
+    for sequence, out in zip((first, found), outs, strict=True):
+        sequence.attend(0, q, out)
+    assert np.array_equal(*outs)
+
+
 def test_drafts_and_spans_of_a_batch(c, rng):
     pair = Pair(c, "int8", 3)
     pair.step(rng, (20, 40, 30))

@@ -1,5 +1,6 @@
 # cython: language_level=3, freethreading_compatible=True
 """Pools, sequences, snapshots and batches of `kvfast.h` as objects. A code below 0 is a ValueError with code and text."""
+from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
@@ -44,6 +45,13 @@ cdef class Sequence:
         cdef int code
         with nogil:
             code = capi.advance(self.cache, n)
+        self.told(code)
+
+    def advance_ids(self, const int64_t[::1] ids, n=None):
+        cdef Py_ssize_t count = ids.shape[0] if n is None else n
+        cdef int code
+        with nogil:
+            code = capi.advance_ids(self.cache, NULL if ids is None else &ids[0], count)
         self.told(code)
 
     def truncate(self, Py_ssize_t n, keep=None, num_kept=None):
@@ -131,6 +139,17 @@ cdef class Pool:
         cdef int code
         with nogil:
             code = capi.new_sequence(self.pool, NULL if nowhere else &sequence.cache)
+        self.told(code)
+        return sequence
+
+    def match_prefix(self, const int64_t[::1] ids, salt=None, n=None, salt_nbytes=None, bint nowhere=False):
+        cdef Sequence sequence = Sequence()
+        cdef Py_ssize_t count = ids.shape[0] if n is None else n, room = len(salt or b"") if salt_nbytes is None else salt_nbytes
+        cdef const char *given = NULL if salt is None else <const char *>salt
+        cdef int code
+        with nogil:
+            code = capi.match_prefix(self.pool, NULL if ids is None else &ids[0], count, given, room,
+                                     NULL if nowhere else &sequence.cache)
         self.told(code)
         return sequence
 
@@ -222,6 +241,6 @@ def without_a_pool():
         capi.new_sequence(NULL, &cache), capi.num_free_blocks(NULL), capi.append_batch(NULL, 0, NULL, NULL, NULL),
         capi.attend_batch(NULL, 0, NULL, NULL, NULL, NULL), capi.fork(NULL, &cache), capi.snapshot(NULL, &taken),
         capi.restore(NULL, NULL), capi.keep_branch(NULL, 0, NULL, 0), capi.free_sequence(NULL), capi.save(NULL, b"file"),
-        capi.load(NULL, b"file"),
+        capi.load(NULL, b"file"), capi.advance_ids(NULL, NULL, 0), capi.match_prefix(NULL, NULL, 0, NULL, 0, &cache),
     ]
     return codes, capi.pool_error(NULL).decode()

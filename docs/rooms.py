@@ -28,7 +28,8 @@ FLOORS = (
     ("planning",),
     ("__init__",),  # the public names, which is what those above use
     ("evaluation",),
-    ("llama", "llama_cpp", "torch", "transformers", "vllm"),
+    ("torch",),
+    ("llama", "llama_cpp", "transformers", "vllm"),
     ("cli",),
     ("__main__",),
 )

@@ -1,6 +1,7 @@
 """kvfast in Hugging Face transformers: a cache for ``generate``, and attention straight on its bytes.
 
     versions, spans -> masks, received -> rows -> attention -> layers -> cache -> trial
+                                                  attention -> static
 
 >>> import kvfast.transformers
 >>> from transformers import AutoModelForCausalLM
@@ -13,7 +14,8 @@ Importing it registers the attention function and its masks under the name ``"kv
 
 A batch is a list of kvfast caches, one for each of its rows: a `kvfast.KVCache`, or a `kvfast.RingKVCache` where layers
 have sliding windows. A row holds its own tokens and no padding; beams share blocks until one of them writes. Layers whose state
-is something else, such as Mamba's, are transformers' own, in the same cache.
+is something else, such as Mamba's, are transformers' own, in the same cache. A `KVFastStaticCache` is for steps that PyTorch compiles, with
+``attn_implementation="kvfast_static"``.
 """
 
 from kvfast.transformers.versions import check_versions, installed_version, needs_trial, tell
@@ -22,11 +24,13 @@ check_versions()  # before what follows imports them
 
 from kvfast.transformers.attention import register
 from kvfast.transformers.cache import KVFastCache
+from kvfast.transformers.static import KVFastStaticCache, register_static
 
 register()
+register_static()
 if needs_trial(installed_version("transformers")):
     from kvfast.transformers.trial import difference
 
     tell(installed_version("transformers"), difference())
 
-__all__ = ["KVFastCache"]
+__all__ = ["KVFastCache", "KVFastStaticCache"]

@@ -80,7 +80,7 @@ def attention(
     window, chunk = rows.windows[layer], rows.chunks[layer]
     if attention_mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise _not_computed(module, "bidirectional attention")
-    _check(module, query, window or chunk, dropout, others)
+    check_call(module, query, window or chunk, dropout, others)
     if rows.awaits(layer):
         rows.fit(layer, key, value, True)
     parts, of_rows = _looked_at(module, rows, layer, query.shape[2], attention_mask)
@@ -188,7 +188,7 @@ def _matrix_of(rows, layer, n, tensor):
     return MatrixMask(tensor, rows.kept(layer)[:, : rows.seen[layer] - n])
 
 
-def _check(module, query, size, dropout, others):
+def check_call(module, query, size, dropout, others):
     """Refuse what kvfast would not compute as the model means it; `size` is that of the layer's window or chunks."""
     if query.requires_grad:
         raise RuntimeError("KVFastCache has no gradients: call the model under torch.no_grad(), as generate does")

@@ -38,12 +38,12 @@
 #define KV_HAVE_DOTPROD 0
 #endif
 
-#if KV_HAVE_DOTPROD && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_MATMUL_INT8))
+#if KV_HAVE_DOTPROD && ((!defined(__clang__) && __GNUC__ >= 10) || __clang_major__ >= 16 || defined(__ARM_FEATURE_MATMUL_INT8))
 #define KV_HAVE_I8MM 1
 #else
 #define KV_HAVE_I8MM 0
 #endif
-#if KV_HAVE_I8MM && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#if KV_HAVE_I8MM && ((!defined(__clang__) && __GNUC__ >= 10) || __clang_major__ >= 16 || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define KV_HAVE_BF16 1
 #else
 #define KV_HAVE_BF16 0

@@ -177,7 +177,7 @@ def static_attention(module, query, key, value, attention_mask, scaling=None, dr
     padding = attention_mask.view(-1) if attention_mask is not None else torch.zeros(batch, dtype=torch.int64)
     places = layer.cumulative_length - n + torch.arange(n) - padding[:, None]  # of each token among its row's own
     slots = torch.arange(batch)[:, None] * capacity + places
-    # Those of padding are left out; a token behind the last place gets a slot that the operator refuses.
+    # Those of padding are left out; a token after the last place gets a slot that the operator refuses.
     slots = torch.where(places < 0, -1, torch.where(places < layer.max_cache_len, slots, batch * capacity)).view(-1)
     k, v, q = (rows.transpose(1, 2).flatten(0, 1) for rows in (key.tensor, value.tensor, query))
     torch.ops.kvfast.append(layer.blocks, k, v, slots, layer.dtype)

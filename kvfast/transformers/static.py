@@ -170,6 +170,11 @@ def static_attention(module, query, key, value, attention_mask, scaling=None, dr
     """Attention of a model's layer, as transformers calls it; see `kvfast.transformers.attention.attention`."""
     if not isinstance(key, New):
         raise TypeError(f"attn_implementation={STATIC!r} needs a KVFastStaticCache: pass cache=KVFastStaticCache(model.config, ...)")
+    if attention_mask is not None and (attention_mask.shape[1:] != (1, 1, 1) or attention_mask.dtype != torch.int64):
+        raise ValueError(
+            f"attn_implementation={STATIC!r} takes masks of padding, of shape (batch, tokens), got {attention_mask.dtype} of shape "
+            f'{tuple(attention_mask.shape)}: for others take "kvfast" and a KVFastCache'
+        )
     layer = key.layer
     check_call(module, query, layer.window, dropout, others)
     batch, num_q_heads, n, head_dim = query.shape

@@ -32,7 +32,7 @@ def test_the_tokens_of_transformers(name):
 
 def test_beams_and_chunks():
     model = random_model("llama")
-    ids, mask = prompt(2, 30, (4, 0))
+    ids, mask = prompt(2, 30, (15, 0))  # the first chunk of a row is padding alone
     beams = {"num_beams": 3}
     assert static(model, ids, mask, **beams).tolist() == stock(model, ids, mask, **beams).tolist()
     model.set_attn_implementation("kvfast_static")
@@ -94,6 +94,10 @@ def test_what_is_refused():
         KVFastStaticCache(model.config, 32, "int4")
     with pytest.raises(ValueError, match="max_cache_len must be between 1 and"):
         KVFastStaticCache(model.config, 0)
+    with pytest.raises(
+        ValueError, match=r"takes masks of padding, of shape \(batch, tokens\), got torch.bool of shape \(1, 1, 30, 32\)"
+    ):
+        logits(model, ids, "kvfast_static", KVFastStaticCache(model.config, 32), torch.ones(1, 1, 30, 32, dtype=torch.bool).tril())
     for right in (padded(2, 9, (1, slice(7, 9))), padded(2, 9, (0, slice(3, 4)))):
         with pytest.raises(ValueError, match="rows must be padded on the left"):
             static(model, *right)

@@ -45,8 +45,11 @@ cdef enum:
     LATENT_OPERANDS = 4
     # Row blocks of a thread; more do not balance better.
     ENOUGH_ROUNDS = 16
-    # Tasks of a thread that reads splits for a few queries: fewer tasks have longer runs of them.
+    # Tasks of a thread that reads splits for a few queries: at least ROUNDS, as threads must end together, and up to MANY_ROUNDS as
+    # long as each reads LONG_RUN splits, as each begins without a fetch (python -m kvfast bench --work decode).
     ROUNDS = 4
+    MANY_ROUNDS = 16
+    LONG_RUN = 4
     # Latent rows have many query heads. LATENT_PANELS panels of query rows share a tile's operands. A split has more tokens, as it
     # leaves a partial result for every head (bench/bench_mla.py).
     LATENT_PANELS = 8
@@ -179,7 +182,9 @@ cdef void deal_splits(kv_call *call, int threads) noexcept nogil:
     for i in range(call.num_items):
         item = call.items + i
         all_splits += item.splits * item.row_blocks * heads
-    most = max(<Py_ssize_t>1, all_splits // (threads * ROUNDS)) if threads > 1 else all_splits
+    most = all_splits
+    if threads > 1:
+        most = max(min(all_splits // (threads * ROUNDS), <Py_ssize_t>LONG_RUN), all_splits // (threads * MANY_ROUNDS), <Py_ssize_t>1)
     call.num_tasks = 0
     for i in range(call.num_items):
         item = call.items + i

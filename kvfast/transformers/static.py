@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function, sliding_window_overlay
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 import kvfast.torch
 from kvfast.core.checks import check_size
@@ -99,8 +99,8 @@ class KVFastStaticCache(Cache):
     Parameters
     ----------
     config : PretrainedConfig
-        Of the model, which needs ``attn_implementation="kvfast_static"``. Layers have full attention or sliding windows; a window hides
-        tokens, and saves no memory.
+        Of the model, which needs ``attn_implementation="kvfast_static"``. Layers have full attention or sliding windows. A window
+        saves no memory.
     max_cache_len : int
         Most tokens of a row, padding included. Its memory is taken at the first tokens.
     dtype : str
@@ -158,12 +158,13 @@ def padding_of(
 
 def _is_window(mask_function):
     """Whether a function of transformers is that of a sliding window, and nothing is laid over it."""
-    parts = [cell.cell_contents for cell in mask_function.__closure__ or ()]
-    window, whole = sliding_window_overlay(1).__code__, sliding_window_causal_mask_function(1).__code__
-    return mask_function.__code__ is whole and [getattr(one, "__code__", one) for one in parts[0]] == [
-        window,
-        causal_mask_function.__code__,
-    ]
+    window = sliding_window_causal_mask_function(1)
+    return getattr(mask_function, "__code__", None) is window.__code__ and _parts(mask_function) == _parts(window)
+
+
+def _parts(joined):
+    """The code of each function that transformers' ``and_masks`` has joined."""
+    return [getattr(part, "__code__", None) for part in joined.__closure__[0].cell_contents]
 
 
 def static_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, **others):

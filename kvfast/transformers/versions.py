@@ -31,7 +31,6 @@ USED = {
     "transformers.masking_utils": {
         "causal_mask_function": (),
         "sliding_window_causal_mask_function": ("sliding_window",),
-        "sliding_window_overlay": ("sliding_window",),
         "create_causal_mask": ("config", "inputs_embeds", "attention_mask"),
         "sdpa_mask": ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask"),
     },

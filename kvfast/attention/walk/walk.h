@@ -122,8 +122,9 @@ static inline void kv_end_rows(const kv_task *task, int block, unsigned ended)
 static inline void kv_attend_split(kv_task *task, ptrdiff_t split)
 {
     unsigned again[KV_PANELS], any = 0;
-    const kv_task whole = *task;
-    const int blocks = kv_num_blocks(task);
+    kv_wide_scratch *const wide = task->wide;
+    const ptrdiff_t first_row = task->first_row;
+    const int rows = task->rows, blocks = kv_num_blocks(task), changes_rows = wide || blocks > 1;
     kv_begin_rows(task, 0);
     kv_read_split(task, split);
     for (int b = 0; b < blocks; b++) {
@@ -131,16 +132,16 @@ static inline void kv_attend_split(kv_task *task, ptrdiff_t split)
         kv_end_rows(task, b, ~again[b]);
     }
     if (!any) return;
-    if (whole.wide || blocks > 1) task->wide = NULL, task->loaded = 0;
+    if (changes_rows) task->wide = NULL, task->loaded = 0;
     for (int b = 0; b < blocks; b++, task->first_row += KV_ROWS) {
         if (!again[b]) continue;
-        task->rows = whole.rows - b * KV_ROWS < KV_ROWS ? whole.rows - b * KV_ROWS : KV_ROWS;
+        task->rows = rows - b * KV_ROWS < KV_ROWS ? rows - b * KV_ROWS : KV_ROWS;
         kv_begin_rows(task, again[b]);
         kv_read_split(task, split);
         kv_end_rows(task, 0, again[b]);
-        if (whole.wide || blocks > 1) task->loaded = 0;
+        if (changes_rows) task->loaded = 0;
     }
-    task->wide = whole.wide, task->first_row = whole.first_row, task->rows = whole.rows;
+    task->wide = wide, task->first_row = first_row, task->rows = rows;
 }
 
 /* Attends, after kv_open_task. */

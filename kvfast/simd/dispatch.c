@@ -29,6 +29,9 @@ static int has_f16c(void)
 }
 static int has_avx_vnni(void)
 {
+#ifdef KV_SOFTWARE_AVX512 /* a build for tests, see ci/software_tiers.sh */
+    return 1;
+#endif
     enum { AVX_VNNI = 1 << 4 };
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI) != 0;
@@ -93,7 +96,7 @@ static int has_bf16(void)
    ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA); asking once is enough. */
 static int has_amx(void)
 {
-#ifdef KV_SOFTWARE_AMX /* a build for tests, see ci/amx.sh */
+#ifdef KV_SOFTWARE_AMX
     return 1;
 #endif
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };

@@ -1,5 +1,5 @@
-/* The instructions of Intel's matrix unit (AMX) in plain C, so that the kernels for it can be tested where there is none: ci/amx.sh
-   includes this file before the two of kvfast's that know of the unit. Intel's Intrinsics Guide says what each of them does. */
+/* The instructions of Intel's matrix unit (AMX) in plain C, so that the kernels for it can be tested where there is none:
+   ci/software_tiers.sh includes this file before those of kvfast that know of the unit. Intel's Intrinsics Guide says what each of them does. */
 #if defined(__x86_64__) && !defined(SOFTWARE_AMX_H)
 #define SOFTWARE_AMX_H
 #define KV_SOFTWARE_AMX 1

@@ -5,12 +5,12 @@ import numpy as np
 from libc.stdint cimport int64_t
 from libc.string cimport memset
 
-from kvfast.attention.cuts cimport choose_tile
+from kvfast.attention.cuts cimport choose_tile, panels_of_chosen
 from kvfast.attention.tasks cimport KV_CODES, KV_DECODED_KEYS, KV_NUM_KINDS, KV_OWN_FLOATS, kv_call, kv_gathered, kv_given, kv_query
 from kvfast.codec.blocks cimport init_side, kv_layout
 from kvfast.core.checks cimport check_integers
 from kvfast.core.kernels cimport KV_FLOAT32, kv_side
-from kvfast.core.limits cimport KV_LANES
+from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE
 
 from kvfast.errors import DimensionMismatchError
 
@@ -96,7 +96,7 @@ cdef int _gather_as(kv_gathered *gathered, const kv_call *call, const kv_layout 
     gathered.layout = layout[0]
     _resize(&gathered.layout.k, &layout.k, k_dtype)
     _resize(&gathered.layout.v, &layout.v, layout.v.dtype)
-    gathered.tile = choose_tile(&gathered.layout, call.kernels, few_rows)
+    gathered.tile = KV_MATRIX_TILE if panels_of_chosen(call) else choose_tile(&gathered.layout, call.kernels, few_rows)
     memset(&gathered.slab, 0, sizeof(gathered.slab))
     gathered.slab.k_block_stride, gathered.slab.v_block_stride = gathered.layout.k.bytes, gathered.layout.v.bytes
     gathered.slab.v = gathered.tile // KV_LANES * gathered.layout.k.bytes

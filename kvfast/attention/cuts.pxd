@@ -16,3 +16,4 @@ cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil
 cdef bint cut_alike(const kv_item *item, const kv_query *a, const kv_query *b) noexcept nogil
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil
 cdef void deal_splits(kv_call *call, int threads) noexcept nogil
+cdef bint panels_of_chosen(const kv_call *call) noexcept nogil

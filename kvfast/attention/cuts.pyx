@@ -129,6 +129,17 @@ cdef bint cut_alike(const kv_item *item, const kv_query *a, const kv_query *b) n
         kv_split_at(item, max(item.begin, a.start)) == kv_split_at(item, max(item.begin, b.start)))
 
 
+cdef inline bint _has_many_heads(const kv_call *call) noexcept nogil:
+    """Whether a single token has the query rows of several panels."""
+    return (<const kv_given *>call.given).layout.latent and call.group > KV_ROWS
+
+
+cdef bint panels_of_chosen(const kv_call *call) noexcept nogil:
+    """Whether panels read chosen tokens, which each query has of its own. They take no decoded keys, as these are float32."""
+    cdef const kv_layout *layout = (<const kv_given *>call.given).layout
+    return _has_many_heads(call) and layout.k.means == 0 and panels_of(call.kernels, layout) >= 0
+
+
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
     """Set the number of query rows of each task of an item; returns what panels of them are multiplied with, as `panels_of` does."""
     cdef const kv_layout *layout = (<const kv_given *>call.given).layout
@@ -137,10 +148,10 @@ cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
     cdef int kind = panels_of(call.kernels, layout)
     cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2
     item.block_rows, item.row_blocks = KV_ROWS, panels
-    if kind == NO_PANELS or panels == 1 or (<const kv_given *>call.given).chosen != NULL:
+    if kind == NO_PANELS or panels == 1 or ((<const kv_given *>call.given).chosen != NULL and not panels_of_chosen(call)):
         return NO_PANELS
     # A single token of latent rows has enough query heads, and every single token then goes this way.
-    if not (layout.latent and call.group > KV_ROWS) and (
+    if not _has_many_heads(call) and (
             length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)
             or (not call.kernels.has_matrix and item.num_queries * call.group < least)):
         return NO_PANELS

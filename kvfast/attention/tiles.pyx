@@ -15,7 +15,7 @@ from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT8, int8_by_side, kv_ahead, kv_bends, kv_kernels, kv_panel, kv_prefetch,
                                   kv_scratch, kv_side, kv_softmax, kv_tile)
-from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_PIECE, KV_ROWS, KV_TILE, KV_WORD_GROUP
+from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_MAX_FLOAT32, KV_PIECE, KV_ROWS, KV_TILE, KV_WORD_GROUP
 
 cdef extern from *:
     """
@@ -280,7 +280,11 @@ cdef void add_scores(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const floa
     cdef int now = 0, r, i, tile = given_of(task).tile
     cdef const float *scores
     cdef float score
+    cdef float most[KV_ROWS]
     kernels.prepare[layout.k.dtype](&layout.k, scratch.rows, task.rows, given_of(task).request.scale, &scratch.queries)
+    for r in range(task.rows):  # as if all scores were far below one before: no exp makes their rounding larger
+        most[r] = KV_MAX_FLOAT32
+    scratch.queries.most = most
     _locate(task, layout, t, tile, &keys[0], &values)
     while t < end and not is_stopped(given_of(task).watch):
         next_t = min(t + tile, end)

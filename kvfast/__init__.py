@@ -46,6 +46,7 @@ from kvfast.compression import CompressedKV, Hybrid, KVCacheCompressor, LowRank,
 from kvfast.core import tuning as _tuning
 from kvfast.core.kernels import active_isa, available_isas, use_isa
 from kvfast.core.kernels import cpu_features as _cpu_features
+from kvfast.core.numa import numa_state as _numa_state
 from kvfast.core.threads import get_num_threads, has_openmp, set_num_threads
 from kvfast.core.threads import thread_source as _thread_source
 from kvfast.errors import (
@@ -121,7 +122,7 @@ __all__ = [  # noqa: RUF022  (by what it is for; the reference has the same grou
 
 
 def config() -> dict[str, Any]:
-    """Version, ISA tiers, threads, CPU features and tuning of this installation.
+    """Version, ISA tiers, threads, CPU features, tuning and nodes of memory of this installation.
 
     Returns
     -------
@@ -137,6 +138,7 @@ def config() -> dict[str, Any]:
         "num_threads": get_num_threads(),
         "cpu_features": _cpu_features(),
         "tuning": {**asdict(prefetching), "source": source},
+        "numa": dict(zip(("policy", "memory"), _numa_state(), strict=True)),
     }
 
 
@@ -161,3 +163,4 @@ def show_config() -> None:
     source = tuning.pop("source")
     print(f"Tuning:       {', '.join(f'{name}={value}' for name, value in tuning.items())} (from {source})")
     print(f"Threads:      {settings['num_threads']} (of {settings['threads']})")
+    print(f"Memory:       {settings['numa']['memory']} (policy {settings['numa']['policy']})")

@@ -10,6 +10,7 @@ from kvfast.codec.dtypes cimport parse_dtype
 from kvfast.core.checks cimport check_count
 from kvfast.core.kernels cimport KV_FLOAT16, KV_FLOAT_ROWS, active, kv_dtype, kv_dtypes, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_TILE
+from kvfast.core.numa cimport spread
 from kvfast.core.wipe cimport kv_wipe_pages
 
 
@@ -146,7 +147,7 @@ cdef object set_bases(kv_layout *layout, object calibration):
 
 
 cdef class Arena:
-    """Zeroed memory for blocks, aligned to cache lines, in huge pages where that pays.
+    """Zeroed memory for blocks, aligned to cache lines, in huge pages and spread over the nodes of memory where that pays.
 
     The system allocates pages when they are first written. The arena lives as long as its cache or any array over it. If it
     is `secure`, it is wiped at its end.
@@ -166,6 +167,8 @@ cdef class Arena:
         self.data = <char *>((<uintptr_t>self._raw + self._align - 1) // self._align * self._align)
         if self._align > 64:
             kv_advise_huge(self.data, self.nbytes)
+            if self._mapped:
+                spread(self.data, self.nbytes)
 
     def __dealloc__(self):
         if self.secure and self._raw != NULL:

@@ -33,6 +33,7 @@ IN_MODULES = {
     "kvfast.caches.paged_mla": ("MLASequence",),
     "kvfast.compression": ("CompressedShape", "ReconstructionError"),
     "kvfast.core.hardware": ("peak_rate", "read_bandwidth"),
+    "kvfast.core.numa": ("set_numa_policy",),
     "kvfast.core.kernels": ("cpu_features",),
     "kvfast.planning": ("DtypePlan", "Fidelity", "LayerShape", "MemoryPlan", "ModelShape"),
     "kvfast.prompts.stats": ("PromptCacheStats",),

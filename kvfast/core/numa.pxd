@@ -1,0 +1,4 @@
+"""Where the pages of caches lie."""
+
+
+cdef int spread(char *data, size_t nbytes) except -1

@@ -277,12 +277,18 @@ def _add_bench(commands):
         "Takes about two minutes.",
     )
     add = parser.add_argument
-    add("--work", metavar="LIST", help="decode, cached, prefill, append, read, quantize, dequantize (default: decode,prefill)")
+    add("--work", metavar="LIST", help="decode, cached, batch, prefill, append, read, quantize, dequantize (default: decode,prefill)")
     add("--model", metavar="NAME", help="shape of this model: Llama-3-8B (default), Llama-3.2-1B, SmolLM2-135M, Qwen3-30B-A3B")
     add("--formats", metavar="LIST", help="formats of the caches, with commas; or all (default: float16,int8,k8v4,int4)")
     add("--contexts", type=_numbers, metavar="LIST", help="tokens (default: 1024,4096,16384,65536; for prefill up to 16384)")
     add("--tokens", type=_positive, metavar="N", help="queries of a prefill call, tokens of an append call (default: 512)")
-    add("--threads", type=_numbers, metavar="LIST", help="(default: 1, and all CPUs)")
+    add("--sequences", type=_positive, metavar="N", help="sequences of a batch call (default: 16)")
+    add("--threads", type=_numbers, metavar="LIST", help="(default: 1, and all CPUs; with --scaling 1, 2, 4 and so on)")
+    add(
+        "--scaling",
+        action="store_true",
+        help="time over threads of one token, a batch and a prompt at 4,096 tokens, int8 and int4; --plot draws it with the bounds",
+    )
     add("--rounds", type=_positive, metavar="N", help="timed rounds (default: 3 to 15, for about a second)")
     add("--megabytes", type=_positive, metavar="N", help="megabytes that a decode call reads at least (default: 512)")
     add("--short", action="store_true", help="fewer contexts, in half a minute")

@@ -85,9 +85,9 @@ def test_cases_are_known_by_their_names():
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("work", ["decode", "cached", "prefill", "append", "read"])
+@pytest.mark.parametrize("work", ["decode", "cached", "batch", "prefill", "append", "read"])
 def test_work_is_done_right(work, form):
-    case = Case(work, TINY, form, 200, 40 if work in ("prefill", "append") else 1)
+    case = Case(work, TINY, form, 200, 40 if work in ("batch", "prefill", "append") else 1)
     work = case.prepare(least_bytes=100_000)
     work.check()
     work.call()
@@ -286,6 +286,34 @@ def test_plot_shows_the_memory_wall(tmp_path, monkeypatch):
     assert np.allclose(walls[0].get_ydata(), [one.nbytes / bandwidth * SMOLLM2_135M.num_layers * 1e3 for one in ours])
     with pytest.raises(ValueError, match="neither was measured"):
         report.plot([], tmp_path / "bench.svg")
+
+
+def test_scaling(tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from kvfast.cli.bench import scaling
+
+    assert [scaling.thread_counts(most) for most in (1, 2, 6, 16)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16]]
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: figures.append(self))
+    size = "--model", "SmolLM2-135M", "--formats", "int8,float16", "--contexts", "64", "--tokens", "32", "--sequences", "3"
+    code, out, err = run_here(
+        "--scaling", *size, "--threads", "1,2,3", "--rounds", "1", "--megabytes", "1", "--plot", tmp_path / "x.svg"
+    )
+    assert code == 0, err
+    assert all(text in out for text in ("decode", "batch 3", "prefill 32", "3 threads")) and out.count(" 1.00x") >= 6
+    cases = [Case("decode", SMOLLM2_135M, "int8", 64), Case("prefill", SMOLLM2_135M, "int8", 64, 32)]
+    results = list(measure(cases, [1, 2], rounds=1, least_bytes=10**6))
+    scaling.plot_scaling(results, tmp_path / "x.svg")
+    assert [axes.get_title() for axes in figures[0].axes] == ["decode", "batch", "prefill"]
+    for axes, ours in zip(figures[1].axes, (results[:2], results[2:])):
+        times, ideal, wall = (line.get_ydata() * 1e-3 for line in axes.lines[:3])
+        assert np.allclose(times, [one.seconds for one in ours])
+        assert np.allclose(ideal, [times[0], times[0] / 2]) and np.allclose(
+            wall, [one.seconds * one.fraction for one in ours], rtol=1e-6
+        )
 
 
 def test_errors_are_one_plain_line(tmp_path, monkeypatch):

@@ -3,5 +3,6 @@
 cases      shapes of models; what is measured, ready to be called
 measure    rounds of calls, each with a measurement of the machine
 report     table, JSON and plot (extras ``bench`` and ``plot``)
+scaling    the table and the plot of time over threads
 command    the command
 """

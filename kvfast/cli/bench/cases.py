@@ -14,6 +14,7 @@ LEAST_BYTES = 512 * 10**6
 """Read by one call, of as many layers as that takes: several times a processor's last-level cache."""
 
 CHUNK = 1024
+BATCH_BLOCK = 64  # tokens of a block of the pool
 CACHED_BYTES = 128 * 10**6  # read by one call of the same layer again and again
 
 
@@ -80,7 +81,7 @@ class Case:
     context : int
         Tokens of the cache.
     num_tokens : int
-        Queries of `prefill`, tokens at a time of `append`.
+        Queries of `prefill`, tokens at a time of `append`, sequences of `batch`.
     """
 
     work: str
@@ -129,7 +130,7 @@ class Case:
         -------
         Work
         """
-        if not 1 <= self.num_tokens <= self.context:
+        if not 1 <= self.num_tokens or (self.num_tokens > self.context and self.work != "batch"):
             raise ValueError(f"{self}: {self.num_tokens} tokens do not fit {self.context}")
         return WORKS[self.work](self, least_bytes)
 
@@ -214,6 +215,34 @@ def _cached(case, least_bytes):
         arithmetic=case.arithmetic,
         read_bytes=stored,
         check=lambda: check_attention(cache, q),
+    )
+
+
+def _batch(case, least_bytes):
+    """One token of each of several sequences of a pool, in one layer that does not fit the processor's caches."""
+    model, n = case.model, case.num_tokens
+    pool = kvfast.PagedKVCache(
+        1, model.num_kv_heads, model.head_dim, num_blocks=n * -(-case.context // BATCH_BLOCK), block_size=BATCH_BLOCK, dtype=case.format
+    )
+    sequences = [pool.new_sequence() for _ in range(n)]
+    for sequence in sequences:
+        fill(sequence, case.context)
+    q = query(model, n)
+
+    def check():
+        k, v = (array[:, 0].astype(np.float64) for array in (sequences[0].k(0), sequences[0].v(0)))
+        score = k @ q[0, 0] * model.head_dim**-0.5
+        weight = np.exp(score - score.max())
+        assert np.allclose(pool.attend_batch(0, q, sequences)[0, 0], weight @ v / weight.sum(), atol=2e-3)
+
+    return Work(
+        call=lambda: pool.attend_batch(0, q, sequences),
+        count=1,
+        nbytes=n * pool.bytes_per_token * case.context,
+        operations=n * _operations(model, case.context, 1),
+        arithmetic=case.arithmetic,
+        read_bytes=least_bytes // 2,
+        check=check,
     )
 
 
@@ -313,6 +342,7 @@ def _codec(case, least_bytes):
 WORKS = {
     "decode": _decode,
     "cached": _cached,
+    "batch": _batch,
     "prefill": _prefill,
     "append": _append,
     "read": _read,

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kvfast
+from kvfast.cli.bench import scaling
 from kvfast.cli.bench.cases import FORMATS, LEAST_BYTES, MODELS, WORKS, Case
 from kvfast.cli.bench.json_file import write_json
 from kvfast.cli.bench.measure import cpu_name, default_threads, measure
@@ -34,7 +35,7 @@ def run_bench(args):
     _check_folder(args.json)
     _check_folder(args.report)
     megabytes = args.megabytes or LEAST_BYTES // 10**6
-    threads = args.threads or default_threads()
+    threads = args.threads or (scaling.thread_counts(kvfast.get_num_threads()) if args.scaling else default_threads())
     cases, options = _cases(args), {"rounds": args.rounds, "seconds": SHORT_SECONDS if args.short else 1.0}
     isas = _vector_isas() if args.report else [kvfast.active_isa()]
     by_isa = {}
@@ -43,29 +44,32 @@ def run_bench(args):
             with kvfast.use_isa(isa):
                 by_isa[isa] = list(measure(cases, threads, least_bytes=megabytes * 10**6, progress=progress, **options))
     for isa, of_isa in by_isa.items():
-        _print_results(isa, of_isa)
+        _print_results(isa, of_isa, [scaling.scaling_table(of_isa)] if args.scaling else tables(of_isa))
     results = by_isa[kvfast.active_isa()]
     if args.json:
         write_json(args.json, as_json(results, megabytes))
     if args.report:
         write_json(args.report, as_report(by_isa, megabytes))
     if args.plot:
-        plot(results, args.plot)
+        (scaling.plot_scaling if args.scaling else plot)(results, args.plot)
 
 
 def _cases(args):
     """The cases that the arguments choose, those that differ in the format alone side by side."""
-    works = _names(args.work or "decode,prefill", WORKS, "--work")
+    works = _names(args.work or (scaling.WORKS if args.scaling else "decode,prefill"), WORKS, "--work")
     model = MODELS[_known(args.model or "Llama-3-8B", MODELS, "--model")]
-    formats = (args.formats or "float16,int8,k8v4,int4").replace("all", ",".join(FORMATS))
+    formats = (args.formats or (scaling.FORMATS if args.scaling else "float16,int8,k8v4,int4")).replace("all", ",".join(FORMATS))
     formats = list(dict.fromkeys(name.strip() for name in formats.split(",")))
     for name in formats:
         kvfast.KVFormat.of(name)  # refuses an unknown one before anything is measured
-    contexts, tokens = args.contexts or (SHORT_CONTEXTS if args.short else CONTEXTS), args.tokens or 512
+    contexts = args.contexts or (scaling.CONTEXTS if args.scaling else SHORT_CONTEXTS if args.short else CONTEXTS)
+    tokens = args.tokens or 512
     cases = []
     for work in works:
         n, ours = 1, contexts
-        if work in ("prefill", "append"):
+        if work == "batch":
+            n = args.sequences or 16
+        elif work in ("prefill", "append"):
             n, ours = tokens, [context for context in contexts if context >= tokens]
         if work == "prefill" and not args.contexts:
             ours = [context for context in ours if context <= MOST_PREFILL]
@@ -91,11 +95,11 @@ def _vector_isas():
     return [isa for isa in kvfast.available_isas() if isa != "scalar" or isa == in_use]
 
 
-def _print_results(isa, results):
+def _print_results(isa, results, tables):
     print(f"{cpu_name()}, tier {isa}; medians; fractions are of what the machine did in the same rounds")
     print(machine_text(results))
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for table in tables(results):
+    for table in tables:
         console.print()
         console.print(table)
 

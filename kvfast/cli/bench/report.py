@@ -18,13 +18,14 @@ from kvfast.evaluation.plotting import new_figure
 TITLES = {
     "decode": "decode: one token attends to the context",
     "cached": "decode out of the processor's caches: the same layer again and again",
+    "batch": "batch: one token of each of {n} sequences of the context",
     "prefill": "prefill: the last {n} tokens of the context attend to all before them",
     "append": "append: {n} at a time",
     "read": "k() and v() of the whole context",
     "quantize": "quantize: keys",
     "dequantize": "dequantize: keys",
 }
-_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray")
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray")
 
 
 def seconds_per_token(result, seconds=None):
@@ -64,7 +65,7 @@ def tables(results):
                     f"{one.case.context:,}",
                     str(one.num_threads),
                     str(one.case.format),
-                    _time_text(seconds_per_token(one)),
+                    time_text(seconds_per_token(one)),
                     f"{one.nbytes / one.seconds / 1e9:.1f}",
                     f"{one.bandwidth_fraction:.2f}",
                     *arithmetic,
@@ -78,7 +79,8 @@ def _place(result):
     return result.case.context, result.num_threads
 
 
-def _time_text(seconds):
+def time_text(seconds):
+    """A time of three digits, with its unit."""
     for unit, size in (("s", 1), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}" if seconds / size < 1000 else f"{seconds / size:,.0f} {unit}"
@@ -190,7 +192,7 @@ def _ticks(low, high):
 def _draw(axes, work, results):
     wall = "memory wall: bytes / read bandwidth" if work == "decode" else "bound: operations / peak rate"
     formats = dict.fromkeys(str(one.case.format) for one in results)
-    for form, colour in zip(formats, _COLOURS):
+    for form, colour in zip(formats, COLOURS):
         ours = sorted((one for one in results if str(one.case.format) == form), key=lambda one: one.case.context)
         contexts = [one.case.context for one in ours]
         times = [seconds_per_token(one) * 1e3 for one in ours]
@@ -210,6 +212,11 @@ def _draw(axes, work, results):
     axes.set_ylabel("ms per token, attention of all layers")
     contexts = sorted({one.case.context for one in results})
     axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in contexts])
+    draw_ticks(axes)
+
+
+def draw_ticks(axes):
+    """Ticks, a grid and a legend for times on a logarithmic axis."""
     axes.set_yticks(*_ticks(*axes.get_ylim()))
     axes.minorticks_off()
     axes.grid(True, which="major", color="0.88", linewidth=0.6)

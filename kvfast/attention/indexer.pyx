@@ -8,7 +8,7 @@ are float32, head by head, so the scores have the same bits for any number of th
 import numpy as np
 
 from libc.math cimport isfinite
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from kvfast.attention.cuts cimport choose_tile, work_of
@@ -16,7 +16,7 @@ from kvfast.attention.spans cimport open_rows as find_rows
 from kvfast.attention.tasks cimport kv_call, kv_given, kv_item, kv_keys, kv_own, kv_query, kv_task
 from kvfast.attention.tiles cimport add_scores, load
 from kvfast.codec.blocks cimport kv_context, kv_layout
-from kvfast.core.arrays cimport Rows, check_finite, open_rows
+from kvfast.core.arrays cimport Rows, check_finite
 from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport active
@@ -38,32 +38,34 @@ cdef enum:
 ctypedef struct kv_ranking:
     kv_call call
     kv_given given
-    kv_item item
-    kv_keys keys
+    const int32_t *item_of     # (queries,)
     const float *weights       # (queries, heads)
-    float *scores              # (queries of a turn, context)
+    float *scores              # (queries of a turn, longest)
+    Py_ssize_t longest         # tokens of the longest context
     Py_ssize_t first           # query of the turn
     Py_ssize_t ranges          # of RANGE_TOKENS tokens
     Py_ssize_t k
     int64_t *best              # (queries, k)
 
 
-cdef object best_positions(const kv_layout *layout, const kv_context *context, object q, object weights, object k, object num_threads):
-    """The `k` best of the positions that the last tokens of a context see; see `MLAKVCache.top_k`."""
+cdef object best_positions(const kv_layout *layout, const kv_context *contexts, const int32_t[::1] starts, Rows rows, object weights,
+                           object k, object num_threads):
+    """The `k` best of the positions that the last tokens of each context see; see `MLAKVCache.top_k`. Context i has the queries from
+    starts[i] to starts[i + 1], and at least as many tokens."""
     cdef kv_ranking ranking
     cdef kv_team team
-    cdef Rows rows = open_rows(q, "q")
-    cdef Py_ssize_t tokens = rows.rows.tokens, i, turn, length = context.length
+    cdef Py_ssize_t tokens = rows.rows.tokens, count = starts.shape[0] - 1, turn, i
+    cdef double work = 0
     cdef const float[:, ::1] of_heads
     cdef int64_t[:, ::1] best
     cdef float[:, ::1] scores
     cdef uint8_t[::1] memory
+    cdef int32_t[::1] item_of
+    cdef kv_keys *keys
     cdef int failed
     memset(&ranking, 0, sizeof(ranking))
     if rows.rows.dim != layout.k.head_dim:
         raise DimensionMismatchError(f"q must have {layout.k.head_dim} elements in a row, as the keys have, got {rows.rows.dim}")
-    if not 0 < tokens <= length:
-        raise ValueError(f"q must hold 1 to {length} tokens, as the layer has, got {tokens}")
     check_finite(rows, "q", KV_MAX_FLOAT32, "float32")
     given = np.ascontiguousarray(as_float32(weights, "weights"))
     if given.shape != (tokens, rows.rows.heads):
@@ -73,24 +75,25 @@ cdef object best_positions(const kv_layout *layout, const kv_context *context, o
         raise NonFiniteInputError("weights must be finite")
     of_heads = given
     ranking.k = check_count(k, "k", 1, KV_MAX_TOKENS)
-    result = best = np.full((tokens, ranking.k), -1, np.int64)
-    turn = max(<Py_ssize_t>1, min(tokens, MOST_SCORES // length))
-    scores = np.empty((turn, length), np.float32)
-    memory = np.zeros(tokens * sizeof(kv_query), np.uint8)
+    memory = np.zeros(tokens * sizeof(kv_query) + count * (sizeof(kv_item) + sizeof(kv_keys)), np.uint8)
     ranking.call.queries = <kv_query *>&memory[0]
-    for i in range(tokens):
-        ranking.call.queries[i].token = i
-        ranking.call.queries[i].position = length - tokens + i
-        ranking.call.queries[i].stop = length - tokens + i + 1
+    ranking.call.items = <kv_item *>(ranking.call.queries + tokens)
+    keys = <kv_keys *>(ranking.call.items + count)
+    item_of = np.empty(tokens, np.int32)
+    for i in range(count):
+        keys[i].context, ranking.call.items[i].keys = contexts[i], &keys[i]
+        _ask(&ranking, ranking.call.items + i, &item_of[0], <int32_t>i, starts[i], starts[i + 1] - starts[i])
+        work += <double>work_of(layout, contexts[i].length) * (starts[i + 1] - starts[i])
+    result = best = np.full((tokens, ranking.k), -1, np.int64)
+    turn = max(<Py_ssize_t>1, min(tokens, MOST_SCORES // ranking.longest))
+    scores = np.empty((turn, ranking.longest), np.float32)
     ranking.call.kernels, ranking.call.given = active(), &ranking.given
     ranking.call.num_q_heads, ranking.call.group, ranking.call.num_queries = rows.rows.heads, <int>rows.rows.heads, tokens
     ranking.given.layout, ranking.given.request.q, ranking.given.request.scale = layout, rows.rows, 1.0
     ranking.given.tile = choose_tile(layout, ranking.call.kernels, False)
-    ranking.keys.context, ranking.item.keys = context[0], &ranking.keys
-    ranking.item.num_queries = tokens
-    ranking.weights, ranking.scores, ranking.best = &of_heads[0, 0], &scores[0, 0], &best[0, 0]
-    ranking.ranges = (length + RANGE_TOKENS - 1) // RANGE_TOKENS
-    gather(&team, num_threads, <double>work_of(layout, length) * tokens * max(1.0, rows.rows.heads / 8.0))
+    ranking.item_of, ranking.weights, ranking.scores, ranking.best = &item_of[0], &of_heads[0, 0], &scores[0, 0], &best[0, 0]
+    ranking.ranges = (ranking.longest + RANGE_TOKENS - 1) // RANGE_TOKENS
+    gather(&team, num_threads, work * max(1.0, rows.rows.heads / 8.0))
     ranking.given.watch = team.watch
     while ranking.first < tokens:
         turn = min(turn, tokens - ranking.first)
@@ -102,8 +105,21 @@ cdef object best_positions(const kv_layout *layout, const kv_context *context, o
         for_each(&team, _choose, &ranking, turn, DYNAMIC)
         ranking.first += turn
     if layout.secure:
-        kv_wipe(ranking.scores, scores.shape[0] * length * sizeof(float))
+        kv_wipe(ranking.scores, scores.shape[0] * ranking.longest * sizeof(float))
     return result
+
+
+cdef void _ask(kv_ranking *ranking, kv_item *item, int32_t *item_of, int32_t number, Py_ssize_t first, Py_ssize_t n) noexcept nogil:
+    """Set what the `n` queries of an item see, from query `first` on: the last tokens of its context."""
+    cdef Py_ssize_t length = (<const kv_keys *>item.keys).context.length, i
+    cdef kv_query *query
+    item.first_query, item.num_queries = first, n
+    for i in range(n):
+        query = ranking.call.queries + first + i
+        query.token, query.position, query.stop = first + i, length - n + i, length - n + i + 1
+        item_of[first + i] = number
+    if n:
+        ranking.longest = max(ranking.longest, length)
 
 
 cdef int _score(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
@@ -111,7 +127,8 @@ cdef int _score(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noe
     cdef const kv_ranking *ranking = <const kv_ranking *>shared
     cdef Py_ssize_t number = index // ranking.ranges, begin = index % ranking.ranges * RANGE_TOKENS, end, head = 0, i
     cdef Py_ssize_t heads = ranking.call.num_q_heads
-    cdef float *sums = ranking.scores + number * ranking.keys.context.length
+    cdef float *sums = ranking.scores + number * ranking.longest
+    cdef const kv_item *item = ranking.call.items + ranking.item_of[ranking.first + number]
     cdef kv_own *own
     cdef void *memory
     cdef kv_task task
@@ -124,14 +141,14 @@ cdef int _score(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noe
     memset(&task, 0, sizeof(task))
     own.rope, own.decoded, own.gathered = NULL, NULL, NULL
     own.scratch.queries.room = own.scratch.softmax.room = &own.room
-    task.call, task.item, task.own, task.narrow = &ranking.call, &ranking.item, own, &own.scratch
+    task.call, task.item, task.own, task.narrow = &ranking.call, item, own, &own.scratch
     memset(sums + begin, 0, (end - begin) * sizeof(float))
     while head < heads:
-        task.first_row = (ranking.first + number) * heads + head
+        task.first_row = (ranking.first + number - item.first_query) * heads + head
         task.rows = <int>min(heads - head, <Py_ssize_t>KV_ROWS)
         find_rows(&task)
         load(&task, &ranking.given.request.q)
-        add_scores(&task, begin, end, ranking.weights + task.first_row, sums + begin)
+        add_scores(&task, begin, end, ranking.weights + (ranking.first + number) * heads + head, sums + begin)
         head += KV_ROWS
     if ranking.given.layout.secure:
         kv_wipe_pages(<char *>own, sizeof(kv_own))
@@ -157,7 +174,7 @@ cdef int _choose(void *shared, Py_ssize_t number, int thread, kv_watch *watch) n
     This score is found digit by digit (radix select).
     """
     cdef const kv_ranking *ranking = <const kv_ranking *>shared
-    cdef const float *scores = ranking.scores + number * ranking.keys.context.length
+    cdef const float *scores = ranking.scores + number * ranking.longest
     cdef int64_t *best = ranking.best + (ranking.first + number) * ranking.k
     cdef Py_ssize_t count = ranking.call.queries[ranking.first + number].stop, left = ranking.k, i
     cdef uint32_t last = 0, order, above

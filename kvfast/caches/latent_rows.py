@@ -9,6 +9,10 @@ class LatentRows:
 
     __slots__ = ()
 
+    def _check_indexer(self):
+        if self.rope_dim:
+            raise ValueError(f"top_k needs rows without a rotary part, made with rope_dim=0, got rope_dim {self.rope_dim}")
+
     def _row_parts(self, latent):
         """Latents and rotary parts of tokens, (num_tokens, 1, dim). The second is None if rope_dim is 0."""
         rows = as_array(latent, "latent")

@@ -224,8 +224,7 @@ class LatentSequence:
         >>> keys.top_k(0, np.float32([[[1, 0, 0, 0]]]), np.float32([[1]]), 3)
         array([[0, 3, 4]])
         """
-        if self.rope_dim:
-            raise ValueError(f"top_k needs rows without a rotary part, made with rope_dim=0, got rope_dim {self.rope_dim}")
+        self._check_indexer()
         return self._storage.top_k(layer, q, weights, k, num_threads)
 
     def explain(

@@ -15,6 +15,7 @@ from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.storage.settings import latent as latent_settings
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
     from kvfast.attention.explained import AttendPlan
@@ -178,6 +179,49 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         )
         return self._batches.attend_batch(
             layer, latent, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade, rope
+        )
+
+    def top_k_batch(
+        self,
+        layer: int,
+        q: ArrayLike,
+        weights: ArrayLike,
+        k: int,
+        sequences: Any = None,
+        *,
+        block_table: ArrayLike | None = None,
+        seq_lens: ArrayLike | None = None,
+        cu_seqlens_q: ArrayLike | None = None,
+        num_threads: int | None = None,
+    ) -> NDArray[np.int64]:
+        """The best positions of an indexer in each sequence of a ragged batch, for the `chosen` of `attend_batch`.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_heads, latent_dim), float32, float16 or bfloat16
+            Queries of the indexer for the last tokens of each sequence, sequence after sequence.
+        weights : array of shape (num_tokens, num_heads), float32, float16 or bfloat16
+        k : int
+        sequences, block_table, seq_lens, cu_seqlens_q
+            As in `attend_batch`.
+        num_threads : int, optional
+            As in `KVCache.attend`.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, k), int64
+            As of `MLAKVCache.top_k` for each sequence alone: positions within the sequence.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
+        ValueError
+            As `MLAKVCache.top_k`.
+        """
+        self._check_indexer()
+        return self._batches.top_k_batch(
+            layer, q, weights, k, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), num_threads
         )
 
     def explain_batch(

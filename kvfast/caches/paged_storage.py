@@ -320,7 +320,7 @@ class PagedStorage:
                 raise ValueError("a PreparedBatch has its own block_table, seq_lens and cu_seqlens_q")
             return None, sequences, None, None
         if (sequences is None) == (block_table is None) or (block_table is None) != (seq_lens is None):
-            raise ValueError("attend_batch needs either sequences, or block_table and seq_lens")
+            raise ValueError("a batch needs either sequences, or block_table and seq_lens")
         return None if sequences is None else [one._storage for one in self._own(sequences)], block_table, seq_lens, cu_seqlens_q
 
     def can_append(self, n: int) -> bool:

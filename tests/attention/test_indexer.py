@@ -78,6 +78,55 @@ def test_the_same_for_any_number_of_threads_and_companions(rng, dtype):
     assert np.array_equal(sequence.top_k(0, q, weights, 300), whole)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
+def test_a_batch_has_the_positions_of_each_sequence_alone(isa, rng, dtype):
+    pool = kvfast.PagedMLAKVCache(2, DIM, 0, num_blocks=100, dtype=dtype, block_size=64)
+    lengths, counts = (700, 5, 1300, 64), (1, 3, 0, 2)
+    sequences = []
+    for length in lengths:
+        sequences.append(pool.new_sequence())
+        for layer in range(2):
+            sequences[-1].append(layer, latent_reference.rows(rng, length, DIM))
+        sequences[-1].advance(length)
+    starts = np.cumsum((0, *counts))
+    q, weights = latent_reference.rows(rng, 6, 20, DIM), latent_reference.rows(rng, 6, 20)
+    alone = np.concatenate(
+        [one.top_k(1, q[begin:end], weights[begin:end], 30) for one, begin, end in zip(sequences, starts, starts[1:]) if begin < end]
+    )
+    options = {"cu_seqlens_q": starts}
+    for threads in (1, 2, 5):
+        assert np.array_equal(pool.top_k_batch(1, q, weights, 30, sequences, num_threads=threads, **options), alone)
+    table = pool.block_table(sequences)
+    assert np.array_equal(pool.top_k_batch(1, q, weights, 30, block_table=table, seq_lens=lengths, **options), alone)
+    prepared = pool.prepare_batch(block_table=table, seq_lens=lengths, **options)
+    assert np.array_equal(pool.top_k_batch(1, q, weights, 30, prepared), alone)
+    last = pool.top_k_batch(1, q[:4], weights[:4], 30, sequences)  # one token of each
+    assert np.array_equal(last[2:3], sequences[2].top_k(1, q[2:3], weights[2:3], 30))
+
+
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        ({"cu_seqlens_q": [0, 6, 7]}, ValueError, "sequence 0 of the batch holds 5 tokens, and q 6 of them"),
+        ({"cu_seqlens_q": [0, 6]}, kvfast.DimensionMismatchError, "to the 7 tokens of q in 3 entries"),
+        ({"sequences": None}, ValueError, "either sequences, or block_table and seq_lens"),
+        ({"sequences": []}, ValueError, "at least one sequence"),
+        ({"q": np.ones((0, 2, DIM)), "weights": np.ones((0, 2)), "cu_seqlens_q": [0, 0, 0]}, ValueError, "at least one token"),
+        ({"weights": np.ones((6, 2))}, kvfast.DimensionMismatchError, r"weights must have shape \(7, 2\)"),
+    ],
+)
+def test_bad_batches(rng, change, error, text):
+    pool = kvfast.PagedMLAKVCache(1, DIM, 0, num_blocks=4, dtype="float32")
+    sequences = [pool.new_sequence(), pool.new_sequence()]
+    for one in sequences:
+        one.append(0, latent_reference.rows(rng, 5, DIM))
+    given = {"q": np.ones((7, 2, DIM)), "weights": np.ones((7, 2)), "k": 3, "sequences": sequences, "cu_seqlens_q": [0, 4, 7]} | change
+    with pytest.raises(error, match=text):
+        pool.top_k_batch(0, **given)
+    with pytest.raises(ValueError, match="made with rope_dim=0, got rope_dim 16"):
+        kvfast.PagedMLAKVCache(1, DIM, 16, num_blocks=4).top_k_batch(0, given["q"], given["weights"], 3, sequences)
+
+
 def test_ties_go_to_lower_positions(rng):
     """Keys that no head likes all have 0, and keys that are the same have the same score."""
     rows = np.repeat(latent_reference.rows(rng, 4, DIM), 50, axis=0)[rng.permutation(200)]

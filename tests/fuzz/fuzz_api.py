@@ -193,7 +193,7 @@ def arguments(call, name, function):
         recipe = recipe_of(name, parameter) if name not in RECORDS else None
         if not optional or rng.random() < 0.2:
             given[parameter] = call.world.hostile(None) if recipe is None else recipe(call)
-    if "attend_batch" in name or "explain_batch" in name:  # sequences or a plain table, seldom both
+    if name.endswith(("attend_batch", "explain_batch", "top_k_batch")):  # sequences or a plain table, seldom both
         left_out = rng.choice([("block_table", "seq_lens")] * 3 + [("sequences",)])
         for parameter in left_out:
             given.pop(parameter, None)

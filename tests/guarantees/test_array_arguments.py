@@ -356,6 +356,22 @@ def paged_calls():
         return one.write_batch(0, qkv, slot_mapping, **rotary), one.attend_batch(0, q, **plain)
 
     found["PagedKVCache.write_batch"] = write, {"qkv": qkv, "slot_mapping": slots, **rotary}
+
+    def best(q, weights, **tables):
+        one = kvfast.PagedMLAKVCache(1, RANK, 0, 8, 64)
+        one.append_batch(0, latent[:, :RANK], slot_mapping=slots[:TOKENS])
+        return one.top_k_batch(0, q, weights, 5, **tables)
+
+    found["PagedMLAKVCache.top_k_batch"] = (
+        best,
+        {
+            "q": floats(4, HEADS, RANK),
+            "weights": floats(4, HEADS),
+            "block_table": np.array([[4]], np.int32),
+            "seq_lens": np.array([20]),
+            "cu_seqlens_q": np.array([0, 4]),
+        },
+    )
     found["PagedKVCache.attend_batch with sinks"] = (
         lambda **per_head: held(pool(False), False).attend_batch(0, q, **plain, **per_head),
         {"sinks": floats(HEADS * GROUP), "alibi_slopes": abs(floats(HEADS * GROUP))},
@@ -533,7 +549,7 @@ ARRAYS = {
     "weights",
     "chosen",
 }
-NUMBERS = {("MLAKVCache.top_k", "k"), ("MLASequence.top_k", "k")}  # of the same names
+NUMBERS = {("MLAKVCache.top_k", "k"), ("MLASequence.top_k", "k"), ("PagedMLAKVCache.top_k_batch", "k")}  # of the same names
 UNTRIED = {"Sequence.from_state_dict", "MLASequence.from_state_dict"}
 # Arrays that may be bfloat16: rows of tokens, and other arrays that models keep.
 ROWS = {

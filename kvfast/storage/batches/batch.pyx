@@ -2,19 +2,20 @@
 """Batches over the sequences of a pool (PagedAttention, arXiv 2309.06180)."""
 import numpy as np
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memset
 
+from kvfast.attention.indexer cimport best_positions
 from kvfast.attention.options cimport Options
 from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, imagined_rows, open_request
 from kvfast.attention.run cimport explain_plan, run_plan
 from kvfast.attention.spans cimport floats_from
 from kvfast.attention.workspace cimport MEMBERS
-from kvfast.codec.blocks cimport kv_layout
+from kvfast.codec.blocks cimport kv_context, kv_layout
 from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
-from kvfast.core.arrays cimport Rows, open_pair
+from kvfast.core.arrays cimport Rows, open_pair, open_rows
 from kvfast.core.checks cimport check_integers, check_layer
 from kvfast.core.limits cimport KV_ROWS
 from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, read_together, shared_prefixes
@@ -39,6 +40,13 @@ cdef int _check_list(object given, str name, Py_ssize_t count) except -1:
     if len(given) != count:
         raise DimensionMismatchError(f"{name} must have one entry for each of the {count} sequences, got {len(given)}")
     return 0
+
+
+cdef inline Py_ssize_t _count(list storages, object block_table, object seq_lens):
+    """The sequences of a batch."""
+    if storages is not None:
+        return len(storages)
+    return (<PreparedBatch>block_table).num_sequences if type(block_table) is PreparedBatch else len(seq_lens)
 
 
 cdef class PagedBatches(PagedSequences):
@@ -276,29 +284,17 @@ cdef class PagedBatches(PagedSequences):
         cdef SequenceStorage storage
         if storages is not None:
             tables = [(<SequenceStorage>storage).tables[0] for storage in storages]
-            count = len(tables)
-        elif type(block_table) is PreparedBatch:
-            batch = block_table
-            count = batch.num_sequences
-        else:
-            count = len(seq_lens)
+        count = _count(storages, block_table, seq_lens)
         _check_list(request.spans, "spans", count)
         _check_list(request.parents, "parents", count)
         fit_window(self.kind, &request.c)
         plan = open_plan(request, &self.pool.layouts[number], self.pool.workspace, count)
-        if batch is None:
-            starts = checked_starts(cu_seqlens_q, count, request.c.q.tokens)
-        elif batch.num_tokens != request.c.q.tokens:
-            raise DimensionMismatchError(f"q must have the {batch.num_tokens} tokens of the batch, got {request.c.q.tokens}")
         if tables is None:
-            if batch is None:
-                self._check_external()
-                batch = prepare(self.pool, block_table, seq_lens, starts, request.c.window if isinstance(self.kind, RingTable) else 0,
-                                request.c.num_sink_tokens)
-            elif self.scheduler is not None:
-                self.scheduler.check(batch)
-            self._check_owned(batch)
+            batch = self._batch_of(block_table, seq_lens, cu_seqlens_q, request.c.q.tokens,
+                                   request.c.window if isinstance(self.kind, RingTable) else 0, request.c.num_sink_tokens)
             prefixes = batch.prefixes
+        else:
+            starts = checked_starts(cu_seqlens_q, count, request.c.q.tokens)
         for i in range(count if tables is not None else 0):
             storage = storages[i]
             if storage.segments is not None:
@@ -360,6 +356,59 @@ cdef class PagedBatches(PagedSequences):
         ask_spliced(plan, spliced)
         plan.keepalive = batch, prefixes, plan.keepalive
         return plan
+
+    cdef PreparedBatch _batch_of(self, object block_table, object seq_lens, object cu_seqlens_q, Py_ssize_t num_tokens,
+                                 Py_ssize_t window, Py_ssize_t num_sink_tokens):
+        """The batch of another scheduler's tables, or the prepared one, that `num_tokens` queries read."""
+        cdef PreparedBatch batch
+        if type(block_table) is PreparedBatch:
+            batch = block_table
+            if batch.num_tokens != num_tokens:
+                raise DimensionMismatchError(f"q must have the {batch.num_tokens} tokens of the batch, got {num_tokens}")
+            if self.scheduler is not None:
+                self.scheduler.check(batch)
+        else:
+            starts = checked_starts(cu_seqlens_q, len(seq_lens), num_tokens)
+            self._check_external()
+            batch = prepare(self.pool, block_table, seq_lens, starts, window, num_sink_tokens)
+        self._check_owned(batch)
+        return batch
+
+    def top_k_batch(self, layer, q, weights, k, list storages, block_table, seq_lens, cu_seqlens_q, num_threads):
+        """The best positions of an indexer, in each sequence of a ragged batch; see `attend_batch`."""
+        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers), i, count
+        cdef Rows rows = open_rows(q, "q")
+        cdef const int32_t[::1] starts
+        cdef uint8_t[::1] memory
+        cdef kv_member *members
+        cdef kv_context *contexts
+        cdef PreparedBatch batch = None
+        self.pool.enter_reading()
+        try:
+            self._check_batch(storages, block_table, seq_lens)
+            count = _count(storages, block_table, seq_lens)
+            memory = np.zeros(count * (sizeof(kv_member) + sizeof(kv_context)), np.uint8)
+            members = <kv_member *>&memory[0]
+            contexts = <kv_context *>(members + count)
+            if storages is None:
+                batch = self._batch_of(block_table, seq_lens, cu_seqlens_q, rows.rows.tokens, 0, 0)
+                batch.fill(members)
+                starts = batch.starts
+            else:
+                starts = checked_starts(cu_seqlens_q, count, rows.rows.tokens)
+            if rows.rows.tokens == 0:
+                raise ValueError("q must hold at least one token")
+            for i in range(count):
+                if batch is not None:
+                    contexts[i] = members[i].context
+                else:
+                    (<BlockTable>(<SequenceStorage>storages[i]).tables[0]).context(number, contexts + i)
+                if starts[i + 1] - starts[i] > contexts[i].length:
+                    raise ValueError(f"sequence {i} of the batch holds {contexts[i].length} tokens, and q {starts[i + 1] - starts[i]} "
+                                     f"of them")
+            return best_positions(&self.pool.layouts[number], contexts, starts, rows, weights, k, num_threads)
+        finally:
+            self.pool.leave_reading()
 
     cdef int _check_owned(self, PreparedBatch batch) except -1:
         """Refuse tables of blocks that nobody has written to, unless another scheduler gives them out, who alone knows."""

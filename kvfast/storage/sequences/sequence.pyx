@@ -9,7 +9,7 @@ from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_r
 from kvfast.attention.run cimport explain_plan, run_plan
 from kvfast.codec.blocks cimport kv_context, kv_layout, view_of
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
-from kvfast.core.arrays cimport Rows, open_pair
+from kvfast.core.arrays cimport Rows, open_pair, open_rows
 from kvfast.core.checks cimport check_count, check_layer
 from kvfast.core.kernels cimport KV_FLOAT32, kv_side
 from kvfast.storage.memory.pool cimport BlockPool
@@ -113,12 +113,16 @@ cdef class SequenceStorage(SequenceTables):
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
         cdef kv_context context
+        cdef Rows rows = open_rows(q, "q")
         self.enter_reading()
         try:
             table.context(layer, &context)
             if context.length == 0:
                 raise ValueError(f"layer {index} holds no tokens to choose from")
-            return best_positions(&table.pool.layouts[layer], &context, q, weights, k, num_threads)
+            if not 0 < rows.rows.tokens <= context.length:
+                raise ValueError(f"q must hold 1 to {context.length} tokens, as the layer has, got {rows.rows.tokens}")
+            starts = np.array([0, rows.rows.tokens], np.int32)
+            return best_positions(&table.pool.layouts[layer], &context, starts, rows, weights, k, num_threads)
         finally:
             self.leave_reading()
 

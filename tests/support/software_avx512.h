@@ -14,9 +14,9 @@
 #define __builtin_cpu_supports(feature) 1
 
 KV_TARGET_BEGIN()
-#pragma GCC diagnostic ignored "-Wpsabi" /* 64 bytes are passed through memory, as all of this is inlined */
-#define SOFTWARE static inline __attribute__((always_inline))
-#define CALLED static __attribute__((noinline, unused))
+#pragma GCC diagnostic ignored "-Wpsabi" /* 64 bytes are passed through memory */
+/* Not inlined: compilers would take minutes. */
+#define SOFTWARE static __attribute__((noinline, unused))
 
 typedef union {
     __m512 f;
@@ -66,13 +66,15 @@ HALVES_2(__m512i, i, half, or_si512, _mm256_or_si256)
 HALVES_2(__m512i, i, half, xor_si512, _mm256_xor_si256)
 HALVES_1(__m512, f, half_f, sqrt_ps, _mm256_sqrt_ps)
 
-/* Shifts by a constant. */
-#define SHIFT(name)                                                                                                     \
-    SOFTWARE __m512i software_##name(__m512i a, const int n)                                                            \
+/* Shifts. */
+#define SHIFT(name, shift)                                                                                              \
+    SOFTWARE __m512i software_##name(__m512i a, int n)                                                                  \
     {                                                                                                                   \
-        return ((software_vector){.half = {_mm256_##name(BITS(a).half[0], n), _mm256_##name(BITS(a).half[1], n)}}).i;   \
+        const __m128i count = _mm_cvtsi32_si128(n);                                                                     \
+        return ((software_vector){.half = {shift(BITS(a).half[0], count), shift(BITS(a).half[1], count)}}).i;           \
     }
-SHIFT(slli_epi32) SHIFT(srli_epi32) SHIFT(srai_epi32) SHIFT(srli_epi16) SHIFT(srai_epi16)
+SHIFT(slli_epi32, _mm256_sll_epi32) SHIFT(srli_epi32, _mm256_srl_epi32) SHIFT(srai_epi32, _mm256_sra_epi32)
+SHIFT(srli_epi16, _mm256_srl_epi16) SHIFT(srai_epi16, _mm256_sra_epi16)
 
 SOFTWARE __m512 software_fmadd_ps(__m512 a, __m512 b, __m512 c)
 {
@@ -113,10 +115,10 @@ SOFTWARE __m512 software_mask_mov_ps(__m512 other, __mmask16 mask, __m512 a)
 }
 SOFTWARE __m512 software_maskz_mov_ps(__mmask16 mask, __m512 a) { return software_mask_mov_ps(software_set1_ps(0), mask, a); }
 
-/* An expression for each lane i of `r`, a result of `lanes` lanes. Not inlined: compilers would take minutes. */
+/* An expression for each lane i of `r`, a result of `lanes` lanes. */
 #define WITHOUT_BRACKETS(...) __VA_ARGS__
 #define LANES(name, result, view, lanes, arguments, operands, ...)       \
-    CALLED result software_##name arguments                              \
+    SOFTWARE result software_##name arguments                              \
     {                                                                    \
         const software_vector WITHOUT_BRACKETS operands;                 \
         software_vector r;                                               \

@@ -10,6 +10,7 @@ class LatentRows:
     __slots__ = ()
 
     def _check_indexer(self):
+        """Refuse rows with a rotary part: an indexer has keys without one."""
         if self.rope_dim:
             raise ValueError(f"top_k needs rows without a rotary part, made with rope_dim=0, got rope_dim {self.rope_dim}")
 

@@ -61,7 +61,6 @@ ctypedef uint64_t[NODE_WORDS] kv_nodes
 _POLICIES = "interleave", "local"
 _VARIABLE = "KVFAST_NUMA_POLICY"
 _FOLDER = "/sys/devices/system/node"
-_chosen = None  # set_numa_policy or KVFAST_NUMA_POLICY, or None
 
 
 def _check(policy, origin):
@@ -92,8 +91,8 @@ def set_numa_policy(policy):
     >>> set_numa_policy("local")
     >>> set_numa_policy(None)
     """
-    global _chosen
-    _chosen = _wished() if policy is None else _check(policy, "policy")
+    global _policy
+    _policy = _wished() if policy is None else _check(policy, "policy")
 
 
 def _wished():
@@ -111,23 +110,23 @@ def numa_state():
     cdef int error
     used = _nodes()
     if len(used) < 2:
-        return _chosen, "one node"
-    if _chosen == "local":
-        return _chosen, "each page where it is written first"
+        return _policy, "one node"
+    if _policy == "local":
+        return _policy, "each page where it is written first"
     if kv_has_own_policy():
-        return _chosen, "as the process was started, with a policy of its own"
+        return _policy, "as the process was started, with a policy of its own"
     _fill(nodes, used)
     error = kv_try_interleave(nodes, MOST_NODES)
     if error:
-        return _chosen, f"each page where it is written first, as the system refuses a policy ({os.strerror(error)})"
-    return _chosen, f"interleaved over the nodes {', '.join(map(str, used))}"
+        return _policy, f"each page where it is written first, as the system refuses a policy ({os.strerror(error)})"
+    return _policy, f"interleaved over the nodes {', '.join(map(str, used))}"
 
 
 cdef int spread(char *data, size_t nbytes) except -1:
     """Let the pages of new memory, which begins a page, take turns between the nodes, if the policy says so. A system that refuses
     it leaves them where they are written first."""
     cdef kv_nodes nodes
-    if _chosen != "interleave":
+    if _policy != "interleave":
         return 0
     used = _nodes()
     if len(used) > 1 and not kv_has_own_policy():
@@ -164,4 +163,4 @@ def _numbers(name):
     return [number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)]
 
 
-_chosen = _wished()
+_policy = _wished()  # or what set_numa_policy has set

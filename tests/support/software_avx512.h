@@ -118,7 +118,7 @@ SOFTWARE __m512 software_maskz_mov_ps(__mmask16 mask, __m512 a) { return softwar
 /* An expression for each lane i of `r`, a result of `lanes` lanes. */
 #define WITHOUT_BRACKETS(...) __VA_ARGS__
 #define LANES(name, result, view, lanes, arguments, operands, ...)       \
-    SOFTWARE result software_##name arguments                              \
+    SOFTWARE result software_##name arguments                            \
     {                                                                    \
         const software_vector WITHOUT_BRACKETS operands;                 \
         software_vector r;                                               \

@@ -160,11 +160,16 @@ cdef class Plan:
 
     cdef void sees_tree(self, kv_query *query, Py_ssize_t tree, uint64_t ancestors) noexcept nogil:
         """Set what a draft sees: positions before `tree`, where the drafts begin, and its ancestors. Its depth is its position."""
-        cdef Py_ssize_t depth = kv_count_bits(ancestors) - 1, _hidden
+        cdef Py_ssize_t depth = kv_count_bits(ancestors) - 1, place
+        cdef uint64_t sinks = 0
         self.sees(query, tree + depth, tree + depth + 1)
         query.tree, query.stop = tree, tree
-        for _hidden in range(query.start - tree):  # ancestors before a window or a chunk
+        for place in range(tree, query.start):  # ancestors before a window or a chunk, of which sink tokens stay
+            if place < query.sink_stop:
+                sinks |= ancestors & (~ancestors + 1)
             ancestors &= ancestors - 1
+        ancestors |= sinks
+        query.sink_stop = min(query.sink_stop, tree)
         if query.start > tree:
             query.start = tree
         else:

@@ -81,6 +81,18 @@ def test_a_window_that_sees_nothing_before_the_tree(rng, tree):
             assert ring.attend(0, q, parents=parents, **options).shape == q.shape
 
 
+@pytest.mark.parametrize("limit", [{"sliding_window": 1}, {"sliding_window": 3}, {"attention_chunk_size": 4}])
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_drafts_that_are_sink_tokens(rng, length, limit):
+    """Sink tokens are those at the first positions, and a draft sees only its ancestors among them."""
+    for sinks in (1, 2, 4, 9):
+        cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype="float32"), *tokens(rng, length + len(BUSHY)))
+        q = queries(rng, len(BUSHY))
+        expected, _ = attention(q, cache.k(0), cache.v(0), parents=BUSHY, num_sink_tokens=sinks, **limit)
+        got = cache.attend(0, q, parents=BUSHY, num_sink_tokens=sinks, **limit)
+        assert relative_error(got, expected) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
 def test_a_chain_and_no_tree_have_the_bits_of_causal_attention(rng, dtype):
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), *tokens(rng)), queries(rng, 40)

@@ -146,8 +146,9 @@ class ForgedWorld:
             if few and often(self.rng, 0.4):
                 name = one_of(self.rng, few)
             if name.rpartition(".")[2] == "header":
-                text, must_refuse = forged_header(self.rng, arrays[name].tobytes())
-                self.must_refuse = self.must_refuse or must_refuse
+                if self.must_refuse:  # a second change might undo the first
+                    continue
+                text, self.must_refuse = forged_header(self.rng, arrays[name].tobytes())
                 arrays[name] = np.frombuffer(text.encode(), np.uint8)
             else:
                 arrays[name] = forged_array(self.rng, arrays[name], name)

@@ -14,7 +14,7 @@ tiers="amx avx512_vbmi avx512_vnni avx512 avx_vnni"
 instead="-include $work/software_tiers.h -O1 -Wno-psabi" # -O3 would take minutes
 {
     echo '#include "tests/support/software_avx512.h"'
-    grep -rhoE '_mm512_\w+|_mm256_(movepi16_mask|dpwssd_avx_epi32)' kvfast/simd | sort -u | sed -E 's/_mm[0-9]+_(.*)/#undef &\n#define & software_\1/'
+    grep -rhoE '_mm512_\w+|_mm256_(movepi16_mask|dpwssd_avx_epi32|dpbusd_avx_epi32)' kvfast/simd | sort -u | sed -E 's/_mm[0-9]+_(.*)/#undef &\n#define & software_\1/'
     echo '#include "tests/support/software_amx.h"'
 } >"$work/software_tiers.h"
 if python -c 'import sys, kvfast; sys.exit("avx512_vbmi" not in kvfast.available_isas())'; then
@@ -25,7 +25,7 @@ cat >"$work/cc" <<END
 #!/usr/bin/env bash
 for word; do
     case \$word in
-    */avx512.c | */avx512_vnni.c | */avx512_vbmi.c | */avx_vnni.c | *simd/dispatch.c) exec gcc "\$@" $instead ;;
+    */*avx512.c | */*avx512_vnni.c | */*avx512_vbmi.c | */*avx_vnni.c | *simd/dispatch.c) exec gcc "\$@" $instead ;;
     esac
 done
 exec gcc "\$@"

@@ -46,6 +46,7 @@ from kvfast.compression import CompressedKV, Hybrid, KVCacheCompressor, LowRank,
 from kvfast.core import tuning as _tuning
 from kvfast.core.kernels import active_isa, available_isas, use_isa
 from kvfast.core.kernels import cpu_features as _cpu_features
+from kvfast.core.kernels import default_precision as _default_precision
 from kvfast.core.numa import numa_state as _numa_state
 from kvfast.core.threads import get_num_threads, has_openmp, set_num_threads
 from kvfast.core.threads import thread_source as _thread_source
@@ -122,7 +123,7 @@ __all__ = [  # noqa: RUF022  (by what it is for; the reference has the same grou
 
 
 def config() -> dict[str, Any]:
-    """Version, ISA tiers, threads, CPU features, tuning and nodes of memory of this installation.
+    """Version, ISA tiers, precision, threads, CPU features, tuning and nodes of memory of this installation.
 
     Returns
     -------
@@ -133,6 +134,7 @@ def config() -> dict[str, Any]:
         "version": __version__,
         "active_isa": active_isa(),
         "available_isas": available_isas(),
+        "precision": _default_precision(),
         "openmp": has_openmp(),
         "threads": _thread_source(),
         "num_threads": get_num_threads(),
@@ -158,6 +160,7 @@ def show_config() -> None:
     features = [name for name, present in settings["cpu_features"].items() if present]
     print(f"kvfast {settings['version']}")
     print(f"ISA tier:     {settings['active_isa']} (available: {', '.join(settings['available_isas'])})")
+    print(f"Precision:    {settings['precision']}")
     print(f"CPU features: {', '.join(features) or 'none known'}")
     tuning = dict(settings["tuning"])
     source = tuning.pop("source")

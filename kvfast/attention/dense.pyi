@@ -26,6 +26,7 @@ def attention(
     parents: ArrayLike | None = ...,
     chosen: ArrayLike | None = ...,
     chosen_run: int = ...,
+    precision: str | None = ...,
 ) -> NDArray[Any]: ...
 @overload
 def attention(
@@ -50,6 +51,7 @@ def attention(
     parents: ArrayLike | None = ...,
     chosen: ArrayLike | None = ...,
     chosen_run: int = ...,
+    precision: str | None = ...,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
 def merge_states(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike

@@ -35,7 +35,7 @@ cdef object _padded(object array):
 
 def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
               sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None, spans=None,
-              clamp_spans=False, parents=None, chosen=None, chosen_run=1):
+              clamp_spans=False, parents=None, chosen=None, chosen_run=1, precision=None):
     """Fused attention on arrays, without a cache.
 
     Parameters
@@ -46,7 +46,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     v : array of shape (context, num_kv_heads, v_head_dim), float32, float16 or bfloat16
         Keys and values. They are read in place if their width is a multiple of 16 and the tokens lie one after the other, at
         most 1 MiB apart; otherwise they are copied first.
-    out, scale, causal, ... chosen_run
+    out, scale, causal, ... precision
         As in `kvfast.KVCache.attend`.
 
     Returns
@@ -88,7 +88,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     context.length = keys.rows.tokens
     request = open_request(&layout, q, Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
                                               return_lse, num_splits, num_threads, attention_chunk_size, spans, clamp_spans, parents,
-                                              chosen, chosen_run))
+                                              chosen, chosen_run, precision))
     check_apart(&request.c.out, &given_keys.rows, "k")
     check_apart(&request.c.out, &given_values.rows, "v")
     if request.c.q.tokens > context.length:

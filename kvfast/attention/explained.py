@@ -51,6 +51,8 @@ class AttendPlan:
     ----------
     isa : str
         Tier of the kernels.
+    precision : str
+        ``"exact"`` or ``"fast"``.
     storage : str
         Format of the layer.
     kernels : tuple of str
@@ -83,6 +85,7 @@ class AttendPlan:
     """
 
     isa: str
+    precision: str
     storage: str
     kernels: tuple[str, ...]
     float_kernels: tuple[str, ...]
@@ -127,7 +130,7 @@ class AttendPlan:
                 f"attend of {_count(tokens, 'token')} x {heads} heads ({self.q_dtype}) to {_count(self.context, 'token')}{uncounted} x "
                 f"{self.num_kv_heads} KV heads of {dims}, {self.storage}"
             ),
-            f"tier     {self.isa}: {kernels}",
+            f"tier     {self.isa}, {self.precision}: {kernels}",
             (
                 f"work     {_count(self.num_tasks, 'task')} on {_count(self.num_threads, 'thread')}; tiles of {tiles}; "
                 f"up to {_count(self.rows, 'query row')} a pass"

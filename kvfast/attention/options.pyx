@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The keyword arguments that every `attend` takes."""
 from kvfast.core.checks cimport check_count
+from kvfast.core.kernels cimport UNSET, parse_precision
 from kvfast.core.limits cimport KV_LANES
 
 from kvfast.core.checks import check_size
@@ -11,7 +12,7 @@ cdef class Options:
 
     def __init__(self, out=None, scale=None, bint causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
                  sinks=None, alibi_slopes=None, bint return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None,
-                 spans=None, bint clamp_spans=False, parents=None, chosen=None, chosen_run=1):
+                 spans=None, bint clamp_spans=False, parents=None, chosen=None, chosen_run=1, precision=None):
         self.out, self.scale, self.causal, self.softcap = out, scale, causal, softcap
         self.sliding_window, self.sinks, self.alibi_slopes = sliding_window, sinks, alibi_slopes
         self.num_sink_tokens = self.made_for = -1  # not given
@@ -29,11 +30,17 @@ cdef class Options:
                 raise ValueError(f"chosen_run must be 1, or with chosen {KV_LANES}, got {self.chosen_run}")
         if chosen is not None and (parents is not None or alibi_slopes is not None):
             raise ValueError("chosen needs parents=None and alibi_slopes=None: a query sees chosen positions alone")
+        self.precision = parse_precision(precision)
         self.attention_chunk_size = 0  # none
         if attention_chunk_size is not None:
             self.attention_chunk_size = check_count(attention_chunk_size, "attention_chunk_size", 1)
             if not causal:
                 raise ValueError("attention_chunk_size needs causal=True, got causal=False")
+
+    cdef void read_as(self, int precision) noexcept:
+        """Take the precision of the cache, unless the call names one."""
+        if self.precision == UNSET:
+            self.precision = precision
 
     def window_or(self, window):
         """The sliding window of the call, or else `window`."""

@@ -18,7 +18,7 @@ from kvfast.attention.workspace cimport (COUNTS, DECODED, GATHERED, ITEMS, PARTI
 from kvfast.codec.blocks cimport kv_context, kv_layout, values_of
 from kvfast.core.checks cimport check_integers
 from kvfast.core.flags cimport kv_drop
-from kvfast.core.kernels cimport active, kv_rope_scratch, kv_wide_scratch
+from kvfast.core.kernels cimport active_for, kv_kernels, kv_rope_scratch, kv_wide_scratch
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_ROWS
 
 from kvfast.errors import DimensionMismatchError
@@ -53,13 +53,15 @@ cdef class Plan:
 
     cdef bint begin(self, const kv_request *request, const kv_layout *layout, Py_ssize_t contexts) noexcept nogil:
         """Begin a plan of a request that fits the layout; False if out of memory."""
+        cdef const kv_kernels *kernels
         memset(&self.call, 0, sizeof(kv_call))
         memset(&self.given, 0, sizeof(kv_given))
         self.work = self.context = self.uncounted = 0
         self.wide = self.packed = self.bad = False
         self.num_spans = self.num_drafts = 0
+        kernels = active_for(request.precision)
         self.given.request, self.given.layout, self.given.bad = request[0], layout, &self.bad
-        self.call.given, self.call.kernels, self.call.values, self.call.sinks = &self.given, active(), values_of(layout), request.sinks
+        self.call.given, self.call.kernels, self.call.values, self.call.sinks = &self.given, kernels, values_of(layout), request.sinks
         self.call.num_q_heads, self.call.group = request.q.heads, <int>(request.q.heads // layout.num_kv_heads)
         self.given.tile = choose_tile(layout, self.call.kernels, False)
         if layout.floats != NULL:

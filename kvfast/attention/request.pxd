@@ -23,6 +23,7 @@ ctypedef struct kv_request:
     bint clamp_spans           # tokens of a span see no key before their window or chunk
     bint chooses               # each query reads tokens that were chosen for it
     int threads                # that may work, at most
+    int precision              # a kv_precision
 
 
 # Why a request does not fit a layout.

@@ -90,6 +90,7 @@ cdef Request open_request(const kv_layout *layout, object q, Options options, ob
     c.num_sink_tokens, c.chunk, c.causal = options.num_sink_tokens, options.attention_chunk_size, options.causal
     c.clamp_spans, self.spans, self.parents = options.clamp_spans, options.spans, options.parents
     c.chooses, self.chosen, self.chosen_run = options.chosen is not None, options.chosen, options.chosen_run
+    c.precision = options.precision
     c.num_splits = check_count(options.num_splits, "num_splits", 0, 1 << 30)
     if options.sinks is not None:
         self.sinks = view = check_per_head(options.sinks, "sinks", c.q.heads)

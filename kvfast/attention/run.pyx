@@ -14,13 +14,14 @@ from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport check_stopped, kv_watch
-from kvfast.core.kernels cimport KV_FLOAT32
+from kvfast.core.kernels cimport KV_FLOAT32, resolved
 from kvfast.core.scratch cimport give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each, threads_for
 from kvfast.core.wipe cimport kv_wipe_pages, kv_wipe_stack
 
 from kvfast.attention.explained import AttendItem, AttendPlan
 from kvfast.core import slow_paths
+from kvfast.core.kernels import name_of_precision
 from kvfast.errors import NonFiniteInputError
 
 LOGS = slow_paths.LOGS
@@ -86,7 +87,7 @@ cdef object explain_plan(Request request, Plan plan, str storage):
             item.row_blocks))
         rows = max(rows, min(item.num_queries * plan.call.group, <Py_ssize_t>item.block_rows))
     return AttendPlan(
-        isa=plan.call.kernels.isa.decode(), storage=storage,
+        isa=plan.call.kernels.isa.decode(), precision=name_of_precision(resolved(request.c.precision)), storage=storage,
         kernels=_kernels_of(layout) + panels,
         float_kernels=() if layout.floats == NULL else _kernels_of(layout.floats),
         q_shape=(request.c.q.tokens, request.c.q.heads, request.c.q.dim), q_dtype=dtype_name(request.c.q.dtype),

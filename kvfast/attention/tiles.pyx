@@ -252,7 +252,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
                                   (count + KV_LANES - 1) // KV_LANES * KV_LANES)
         kernels.softmax(state, task.rows, count, first, last, t, &task.options)
         if layout.latent:  # the rows are in the processor's cache, and now they are values
-            kernels.accumulate_latent(k, state, task.rows, &keys[now], &ahead, scratch.acc)
+            kernels.accumulate_latent[k.dtype](k, state, task.rows, &keys[now], &ahead, scratch.acc)
         else:
             if layout.decode != NULL:
                 _decode(task, v, layout.v_codes, t, count, &values[now], &ahead)

@@ -145,6 +145,7 @@ class LatentSequence:
         num_threads: int | None = None,
         chosen: ArrayLike | None = None,
         chosen_run: int = 1,
+        precision: str | None = None,
     ) -> Any:
         """Attention of the last tokens to all tokens of a layer, computed on the stored bytes. Outputs are latents.
 
@@ -162,7 +163,7 @@ class LatentSequence:
         scale : float, optional
             Factor of the scores, ``(latent_dim + rope_dim) ** -0.5`` by default. Models are trained with the scale of
             their own heads: ``192 ** -0.5`` for DeepSeek, whose heads have 128 + 64 elements.
-        causal, softcap, return_lse, num_splits, num_threads, chosen, chosen_run
+        causal, softcap, return_lse, num_splits, num_threads, chosen, chosen_run, precision
             As in `KVCache.attend`.
 
         Returns
@@ -185,6 +186,7 @@ class LatentSequence:
             num_threads=num_threads,
             chosen=chosen,
             chosen_run=chosen_run,
+            precision=precision,
         )
         return self._storage.attend(layer, latent, None, options, rope)
 
@@ -239,6 +241,7 @@ class LatentSequence:
         num_threads: int | None = None,
         chosen: ArrayLike | None = None,
         chosen_run: int = 1,
+        precision: str | None = None,
     ) -> AttendPlan:
         """Plan of the `attend` call, which is not run; see `KVCache.explain`. Sizes in the plan leave out the rotary part.
 
@@ -251,7 +254,7 @@ class LatentSequence:
             Query heads, if `q` is a number of tokens.
         dtype : str or dtype
             dtype of the queries, if `q` is not an array.
-        causal, num_splits, num_threads, chosen, chosen_run
+        causal, num_splits, num_threads, chosen, chosen_run, precision
             As in `attend`.
 
         Returns
@@ -259,7 +262,9 @@ class LatentSequence:
         AttendPlan
         """
         shape = self._latent_shape(q, num_q_heads)
-        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads, chosen=chosen, chosen_run=chosen_run)
+        options = Options(
+            causal=causal, num_splits=num_splits, num_threads=num_threads, chosen=chosen, chosen_run=chosen_run, precision=precision
+        )
         return self._storage.explain(layer, shape, None, dtype, options)
 
 

@@ -239,6 +239,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         parents: Any = None,
         chosen: ArrayLike | None = None,
         chosen_run: int = 1,
+        precision: str | None = None,
     ) -> Any:
         """Attention of a ragged batch, prompts and single tokens mixed.
 
@@ -260,7 +261,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
             Read blocks that several sequences share only once (from 256 shared tokens on, and not with a sliding
             window or chunks). The result differs by rounding.
         out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, \
-        num_threads, attention_chunk_size, clamp_spans, chosen, chosen_run
+        num_threads, attention_chunk_size, clamp_spans, chosen, chosen_run, precision
             As in `KVCache.attend`. `chosen` has the positions of all queries of `q`, each within its own sequence. In a pool with a window, the window and sinks of the pool are the defaults and the
             largest values allowed.
         spans, parents : list with one entry per sequence, optional
@@ -294,6 +295,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
             parents,
             chosen,
             chosen_run,
+            precision,
         )
         return self._batches.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)
 
@@ -320,6 +322,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         parents: Any = None,
         chosen: ArrayLike | None = None,
         chosen_run: int = 1,
+        precision: str | None = None,
     ) -> AttendPlan:
         """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
@@ -328,7 +331,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         layer, q, num_q_heads, dtype
             As in `KVCache.explain`.
         sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, sliding_window, num_sink_tokens, num_splits, \
-        num_threads, attention_chunk_size, spans, clamp_spans, parents, chosen, chosen_run
+        num_threads, attention_chunk_size, spans, clamp_spans, parents, chosen, chosen_run, precision
             As in `attend_batch`.
 
         Returns
@@ -347,6 +350,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
             parents=parents,
             chosen=chosen,
             chosen_run=chosen_run,
+            precision=precision,
         )
         return self._batches.explain_batch(
             layer, q, num_q_heads, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade

@@ -140,6 +140,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         num_threads: int | None = None,
         chosen: ArrayLike | None = None,
         chosen_run: int = 1,
+        precision: str | None = None,
     ) -> Any:
         """Attention of a ragged batch in latents; prompts and single tokens may be mixed.
 
@@ -152,7 +153,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         sequences, block_table, seq_lens, cu_seqlens_q, cascade
             As in `PagedKVCache.attend_batch`. A multiple of 16 query heads gains nothing from shared reading, so each
             sequence is then read separately.
-        out, scale, causal, softcap, return_lse, num_splits, num_threads, chosen, chosen_run
+        out, scale, causal, softcap, return_lse, num_splits, num_threads, chosen, chosen_run, precision
             As in `MLAKVCache.attend`.
 
         Returns
@@ -176,6 +177,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
             num_threads=num_threads,
             chosen=chosen,
             chosen_run=chosen_run,
+            precision=precision,
         )
         return self._batches.attend_batch(
             layer, latent, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade, rope
@@ -241,6 +243,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         num_threads: int | None = None,
         chosen: ArrayLike | None = None,
         chosen_run: int = 1,
+        precision: str | None = None,
     ) -> AttendPlan:
         """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
@@ -249,7 +252,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         layer, q, num_q_heads, dtype
             As in `MLAKVCache.explain`.
         sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, num_splits, num_threads, \
-        chosen, chosen_run
+        chosen, chosen_run, precision
             As in `attend_batch`.
 
         Returns
@@ -257,7 +260,9 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         AttendPlan
         """
         shape = self._latent_shape(q, num_q_heads)
-        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads, chosen=chosen, chosen_run=chosen_run)
+        options = Options(
+            causal=causal, num_splits=num_splits, num_threads=num_threads, chosen=chosen, chosen_run=chosen_run, precision=precision
+        )
         return self._batches.explain_batch(
             layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade
         )

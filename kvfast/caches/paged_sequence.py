@@ -46,6 +46,7 @@ class PagedSequence:
         self._storage, known = SequenceStorage([self._table], layers, None, pool._no_checkpoints), pool._known_states
         if known is not None:
             digests = digests[: known.last(digests)[0]]
+        self._storage.precision = pool._batches.precision
         pool._batches.start(self._table, digests)
         found = self._table.length
         # None after tokens came without ids: later blocks cannot be indexed by their tokens.
@@ -163,6 +164,7 @@ class PagedSequence:
         return other
 
     def _know_as(self, other):
+        self._storage.precision = other._storage.precision
         self._token_ids = None if other._token_ids is None else other._token_ids.copy()
         self._digests, self.num_cached_tokens = other._digests.copy(), other.num_cached_tokens
         self._salt, self._own_salt = other._salt, other._own_salt

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.core.checks import check_size, checked_lengths, checked_salt, checked_token_ids
+from kvfast.core.kernels import default_precision
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
 from kvfast.storage.batches.prepared_batch import PreparedBatch
@@ -41,6 +42,19 @@ class PagedStorage:
         self._prompts = None, "", False, None  # see `use_prompt_cache`
         self._known_states = None if max_state_bytes is None else KnownCheckpoints(max_state_bytes)
         self._no_checkpoints = None if max_state_bytes is None else Checkpoints(max_state_bytes)  # of a new sequence
+
+    @property
+    def precision(self) -> str:
+        """The precision of calls that name none, ``"exact"`` or ``"fast"``; see [precision](../concepts/precision.md).
+
+        Set it for all later calls of batches, and for new sequences; None returns to that of the process. It says how stored bytes are read, so files, snapshots and
+        prompt stores know nothing of it.
+        """
+        return self._batches.precision or default_precision()
+
+    @precision.setter
+    def precision(self, name: str | None) -> None:
+        self._batches.precision = name
 
     def new_sequence(self, *, salt: bytes = b"") -> Any:
         """An empty sequence.

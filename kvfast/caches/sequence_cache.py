@@ -128,6 +128,7 @@ class SequenceCache:
         parents: ArrayLike | None = None,
         chosen: ArrayLike | None = None,
         chosen_run: int = 1,
+        precision: str | None = None,
     ) -> Any:
         """Attention of the last tokens to all tokens of a layer, computed on the stored bytes.
 
@@ -180,6 +181,9 @@ class SequenceCache:
         chosen_run : int
             1, or 16: each position in `chosen` is then a multiple of 16, and stands for 16 tokens, of which a query reads those that
             it sees. Whole runs are read at the speed of memory. A single token touches as many bytes of keys as its run does.
+        precision : str, optional
+            ``"exact"``, or ``"fast"``: queries and softmax weights are then rounded to 8 bits where this saves time, see
+            [precision](../concepts/precision.md). By default that of the cache.
 
         Returns
         -------
@@ -208,6 +212,7 @@ class SequenceCache:
             parents,
             chosen,
             chosen_run,
+            precision,
         )
         return self._storage.attend(layer, *self._rotated(layer, q, options), options)
 
@@ -229,6 +234,7 @@ class SequenceCache:
         parents: ArrayLike | None = None,
         chosen: ArrayLike | None = None,
         chosen_run: int = 1,
+        precision: str | None = None,
     ) -> AttendPlan:
         """Plan of the `attend` call without running it: kernels, tasks, threads, bytes to read, and slow paths.
 
@@ -242,7 +248,7 @@ class SequenceCache:
         dtype : str or dtype
             dtype of the queries, if `q` is not an array.
         causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size, spans, clamp_spans, parents, \
-        chosen, chosen_run
+        chosen, chosen_run, precision
             As in `attend`.
 
         Returns
@@ -276,6 +282,7 @@ class SequenceCache:
             parents=parents,
             chosen=chosen,
             chosen_run=chosen_run,
+            precision=precision,
         )
         return self._storage.explain(layer, q, num_q_heads, dtype, options)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from kvfast.caches.snapshot import Snapshot, checked_metadata
 from kvfast.core.checks import checked_lengths, checked_token_ids
+from kvfast.core.kernels import default_precision
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
 from kvfast.storage.kinds import decoded
@@ -52,6 +53,19 @@ class StoredSequence:
     is_paged = False
 
     _salt: bytes | None = b""
+
+    @property
+    def precision(self) -> str:
+        """The precision of calls that name none, ``"exact"`` or ``"fast"``; see [precision](../concepts/precision.md).
+
+        Set it for all later calls; None returns to that of the process. It says how stored bytes are read, so files, snapshots and
+        prompt stores know nothing of it. Forks and copies inherit it.
+        """
+        return self._storage.precision or default_precision()
+
+    @precision.setter
+    def precision(self, name: str | None) -> None:
+        self._storage.precision = name
 
     @classmethod
     def _over(cls, settings, storage):

@@ -198,8 +198,8 @@ cdef extern from "simd/kernels.h" nogil:
         void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, float *acc) noexcept nogil
         bint has_matrix
-        void (*accumulate_latent)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
-                                  const kv_ahead *ahead, float *acc) noexcept nogil
+        void (*accumulate_latent[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
+                                                 const kv_ahead *ahead, float *acc) noexcept nogil
         unsigned (*rows_to_refine)(const float *acc, Py_ssize_t row_stride, Py_ssize_t stride, Py_ssize_t n, const double *noise,
                                    int num_rows) noexcept nogil
         void (*prepare_panel[KV_NUM_WIDE_KINDS])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
@@ -216,7 +216,17 @@ cdef extern from "simd/kernels.h" nogil:
         double (*multiply[2])(Py_ssize_t steps, float *sink) noexcept nogil
 
 
+# What a call, or else its cache, or else the process asks for.
+cdef enum kv_precision:
+    UNSET
+    EXACT
+    FAST                       # activations of one byte; see simd/vectors/activations.inc.h
+
+
 cdef const kv_kernels *active() noexcept nogil
+cdef const kv_kernels *active_for(int precision) noexcept nogil
+cdef int resolved(int precision) noexcept nogil            # EXACT or FAST
+cdef int parse_precision(object name) except -1
 cdef const kv_kernels *compiled(int tier) noexcept nogil   # the tiers of this build, best first; NULL after the last
 # Whether a pass over INT8 prefetches its own side of the next tile, instead of the side that is read next. kvfast/core/tuning.py sets
 # it; no bit of a result depends on it.

@@ -8,6 +8,8 @@ from kvfast.core.text import shown
 cdef extern from "simd/kernels.h" nogil:
     const kv_kernels *kv_all_kernels[8]
     bint kv_supported(const kv_kernels *kernels)
+    void kv_begin_fast()
+    const kv_kernels *kv_fast(const kv_kernels *exact)
 
     ctypedef struct kv_cpu_feature:
         const char *name
@@ -30,6 +32,38 @@ cdef const kv_kernels *_active = NULL
 
 cdef const kv_kernels *active() noexcept nogil:
     return _active
+
+
+cdef int _precision = EXACT  # of the process
+
+
+cdef int resolved(int precision) noexcept nogil:
+    return _precision if precision == UNSET else precision
+
+
+cdef const kv_kernels *active_for(int precision) noexcept nogil:
+    return kv_fast(_active) if resolved(precision) == FAST else _active
+
+
+cdef int parse_precision(object name) except -1:
+    """A kv_precision; None: UNSET."""
+    if name is None:
+        return UNSET
+    if name == "exact":
+        return EXACT
+    if name == "fast":
+        return FAST
+    raise ValueError(f"precision must be 'exact', 'fast' or None, got {shown(name)}")
+
+
+def name_of_precision(int precision):
+    """The name of a kv_precision; None for UNSET."""
+    return (None, "exact", "fast")[precision]
+
+
+def default_precision():
+    """The precision of calls and caches that name none: that of KVFAST_PRECISION in the environment, else ``"exact"``."""
+    return name_of_precision(_precision)
 
 
 cdef const kv_kernels *compiled(int tier) noexcept nogil:
@@ -150,8 +184,13 @@ class use_isa:
 
 
 def _begin():
-    """Use the tier that the environment names, or the best."""
-    global _active
+    """Use the tier and the precision that the environment names, or the best tier and exact attention."""
+    global _active, _precision
+    kv_begin_fast()
+    try:
+        _precision = parse_precision(os.environ.get("KVFAST_PRECISION") or "exact")
+    except ValueError as error:
+        raise ValueError(f"KVFAST_PRECISION in the environment: {error}") from None
     name = os.environ.get("KVFAST_ISA") or available_isas()[0]
     try:
         _active = _find(name)

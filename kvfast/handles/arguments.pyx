@@ -9,12 +9,13 @@ from libc.string cimport memcpy, memset
 from kvfast.attention.options cimport Options
 from kvfast.attention.request cimport kv_request
 from kvfast.core.arrays cimport Rows, kv_rows
-from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32
+from kvfast.core.kernels cimport FAST, KV_BFLOAT16, KV_FLOAT32, UNSET
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
 from kvfast.core.threads cimport most_threads
 from kvfast.handles.header cimport (KVFAST_BUSY, KVFAST_ERROR, KVFAST_FULL, KVFAST_INVALID, KVFAST_NO_LAYER, KVFAST_NO_MEMORY,
                                     KVFAST_NOT_FINITE, KVFAST_SHAPE, kvfast_options, kvfast_rows)
 
+from kvfast.core.kernels import name_of_precision
 from kvfast.core.text import shown
 from kvfast.errors import CacheFullError, DimensionMismatchError, NonFiniteInputError
 
@@ -73,10 +74,11 @@ cdef float _scale(const kvfast_options *options, const kv_rows *q, const kv_rows
     return <float>(1.0 / sqrt(<double>q.dim))
 
 
-cdef bint request_of(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q, const kv_rows *out,
+cdef bint request_of(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q, const kv_rows *out, int precision,
                      kv_request *request) noexcept nogil:
-    """Convert the arguments of a call without spans, parents and chosen tokens; False if they are invalid, or if there are some."""
-    if options.num_spans or options.num_parents or options.num_chosen:
+    """Convert the arguments of a call without spans, parents and chosen tokens; False if they are invalid, or if there are some.
+    `precision`: that of the cache."""
+    if options.num_spans or options.num_parents or options.num_chosen or not 0 <= options.precision <= <int>FAST:
         return False
     memset(request, 0, sizeof(kv_request))
     request.q, request.out, request.lse = q[0], out[0], options.lse
@@ -86,6 +88,7 @@ cdef bint request_of(const kvfast_options *options, const kv_rows *q, const kv_r
     request.sinks, request.slopes = options.sinks, options.alibi_slopes
     request.window, request.num_splits, request.causal = options.sliding_window, options.num_splits, not options.not_causal
     request.num_sink_tokens = -1 if options.num_sink_tokens == 0 else max(options.num_sink_tokens, 0)
+    request.precision = precision if options.precision == UNSET else options.precision
     request.threads, request.chunk = most_threads(options.num_threads), options.attention_chunk_size
     return 0 <= options.num_threads <= 1024 and (request.chunk == 0 or (request.chunk > 0 and request.causal and not rope_q.dim))
 
@@ -100,7 +103,14 @@ cdef Options options_of(const kvfast_options *options, Rows out, Rows q, Rows ro
         sinks=_per_head(options.sinks, q.rows.heads), alibi_slopes=_per_head(options.alibi_slopes, q.rows.heads),
         return_lse=options.lse != NULL, num_splits=options.num_splits, num_threads=options.num_threads or None,
         attention_chunk_size=options.attention_chunk_size or None, spans=spans, clamp_spans=options.clamp_spans, parents=parents,
-        chosen=_chosen(options, q.rows.tokens), chosen_run=options.chosen_run or 1)
+        chosen=_chosen(options, q.rows.tokens), chosen_run=options.chosen_run or 1, precision=_precision(options.precision))
+
+
+cdef object _precision(int precision):
+    """The precision of the options, as Python has it."""
+    if not 0 <= precision <= <int>FAST:
+        raise ValueError(f"precision must be 0, KVFAST_EXACT or KVFAST_FAST, got {precision}")
+    return name_of_precision(precision)
 
 
 cdef object _chosen(const kvfast_options *options, Py_ssize_t num_queries):

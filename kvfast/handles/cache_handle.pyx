@@ -113,7 +113,7 @@ cdef class CacheHandle(Handle):
         cdef kv_context context
         cdef kv_request request
         table.context(layer, &context)
-        if LOGS or q.tokens > context.length or not request_of(options, q, rope_q, out, &request):
+        if LOGS or q.tokens > context.length or not request_of(options, q, rope_q, out, self.storage.reads_as, &request):
             return False
         if misfit(&request, layout) != FITS or not has_finite_queries(&request):
             return False

@@ -18,6 +18,9 @@ cdef extern from "kvfast.h" nogil:
         KVFAST_FLOAT32
         KVFAST_FLOAT16
         KVFAST_BFLOAT16
+    enum:
+        KVFAST_EXACT
+        KVFAST_FAST
 
     ctypedef struct kvfast_cache:
         pass
@@ -58,6 +61,7 @@ cdef extern from "kvfast.h" nogil:
         Py_ssize_t num_chosen
         int chosen_heads
         int chosen_run
+        int precision
 
     ctypedef struct kvfast_batch:
         kvfast_cache **sequences

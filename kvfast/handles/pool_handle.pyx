@@ -186,7 +186,7 @@ cdef class PoolHandle(Handle):
         cdef kv_request request
         cdef kv_member *members
         cdef Py_ssize_t i
-        if LOGS or not request_of(options, q, rope_q, out, &request):
+        if LOGS or not request_of(options, q, rope_q, out, self.batches.reads_as, &request):
             return False
         if misfit(&request, layout) != FITS or not has_finite_queries(&request):
             return False

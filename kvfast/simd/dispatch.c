@@ -20,6 +20,10 @@ int kv_prefetch_level = KV_PREFETCH_LEVEL;
 #define KV_ADDRESS(tier) &kv_kernels_##tier,
 const kv_kernels *const kv_all_kernels[] = {KV_TIERS(KV_ADDRESS) NULL};
 
+#define KV_PAIR(fast, exact) {&kv_kernels_##fast, &kv_kernels_##exact},
+static const kv_kernels *const overrides[][2] = {KV_FAST_TIERS(KV_PAIR) {NULL, NULL}};
+static kv_kernels fast_kernels[sizeof kv_all_kernels / sizeof *kv_all_kernels];
+
 #if KV_X86
 /* clang's __builtin_cpu_supports does not know these features. A CPU that has one and AVX2 may use it. */
 static int has_f16c(void)
@@ -138,6 +142,35 @@ int kv_supported(const kv_kernels *kernels)
 #endif
     (void)kernels;
     return 1;
+}
+
+/* Puts what a table has into another one. */
+#define KV_PUT(to, from, member) \
+    if ((from)->member) (to)->member = (from)->member
+
+void kv_begin_fast(void)
+{
+    for (int i = 0; kv_all_kernels[i]; i++) fast_kernels[i] = *kv_all_kernels[i];
+    for (int j = 0; overrides[j][0]; j++) {
+        const kv_kernels *from = overrides[j][0];
+        kv_kernels *to = (kv_kernels *)kv_fast(overrides[j][1]);
+        for (int dtype = 0; dtype < KV_NUM_DTYPES; dtype++) {
+            KV_PUT(to, from, prepare[dtype]);
+            KV_PUT(to, from, scores[dtype]);
+            KV_PUT(to, from, accumulate[dtype]);
+            KV_PUT(to, from, accumulate_latent[dtype]);
+        }
+        /* Vectors of codes are faster than words of twice the bytes, which then are not there. */
+        to->prepare_panel[KV_INTEGERS] = from->prepare_panel[KV_INTEGERS];
+        to->attend_panels[KV_INTEGERS] = from->attend_panels[KV_INTEGERS];
+    }
+}
+
+const kv_kernels *kv_fast(const kv_kernels *exact)
+{
+    int i = 0;
+    while (kv_all_kernels[i] != exact) i++;
+    return fast_kernels + i;
 }
 
 kv_cpu_identity kv_identify_cpu(void)

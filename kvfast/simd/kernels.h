@@ -306,9 +306,9 @@ typedef struct {
                     int64_t position, const kv_score_options *options);
     void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                                       const kv_ahead *ahead, float *acc);
-    /* The same for latent rows of any dtype: reads the values from the K side. */
-    void (*accumulate_latent)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
-                              float *acc);
+    /* The same for latent rows: reads the values from the K side. */
+    void (*accumulate_latent[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
+                                             const kv_ahead *ahead, float *acc);
     /* Rows whose rounding of weights is large next to their n sums of values, a bit for each; see activations.inc.h. 16 sums of a
        row are `stride` floats from the next 16. */
     unsigned (*rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdiff_t stride, ptrdiff_t n, const double *noise,
@@ -341,6 +341,11 @@ typedef struct {
    operating system can run one. */
 extern const kv_kernels *const kv_all_kernels[];
 int kv_supported(const kv_kernels *kernels);
+
+/* The tables of the fast precision, whose activations have one byte (activations.inc.h): kernels of a tier that gain by this take the
+   place of the exact ones. kv_begin_fast makes all tables, once. kv_fast returns that of a tier. */
+void kv_begin_fast(void);
+const kv_kernels *kv_fast(const kv_kernels *exact);
 
 typedef struct { char vendor[13]; int family, model; } kv_cpu_identity;
 /* What an x86 processor calls itself; others have no vendor. */

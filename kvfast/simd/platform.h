@@ -90,8 +90,30 @@
 #endif
 #define KV_TIERS(TIER) KV_MATRIX_TIERS(TIER) KV_VECTOR_TIERS(TIER)
 
-#define KV_DECLARE(tier) extern const kv_kernels kv_kernels_##tier;
+/* TIER(name, exact) for each table of the fast precision, with that of the exact one; tiers/fast_*.c have them. */
+#if KV_X86
+#if KV_HAVE_AMX
+#define KV_FAST_MATRIX_TIERS(TIER) TIER(amx_fast, amx)
+#else
+#define KV_FAST_MATRIX_TIERS(TIER)
+#endif
+#if KV_HAVE_AVX_VNNI
+#define KV_FAST_AVX_VNNI_TIERS(TIER) TIER(avx_vnni_fast, avx_vnni)
+#else
+#define KV_FAST_AVX_VNNI_TIERS(TIER)
+#endif
+#define KV_FAST_TIERS(TIER)                                                                                        \
+    KV_FAST_MATRIX_TIERS(TIER) TIER(avx512_vbmi_fast, avx512_vbmi) TIER(avx512_vnni_fast, avx512_vnni)             \
+    TIER(avx512_fast, avx512) KV_FAST_AVX_VNNI_TIERS(TIER) TIER(avx2_fast, avx2)
+#elif KV_ARM64 && KV_HAVE_DOTPROD
+#define KV_FAST_TIERS(TIER) TIER(neon_dotprod_fast, neon_dotprod)
+#else
+#define KV_FAST_TIERS(TIER)
+#endif
+
+#define KV_DECLARE(tier, ...) extern const kv_kernels kv_kernels_##tier;
 KV_TIERS(KV_DECLARE)
+KV_FAST_TIERS(KV_DECLARE)
 #undef KV_DECLARE
 
 #endif

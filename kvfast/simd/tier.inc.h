@@ -1,6 +1,7 @@
 /* All kernels of one tier, and their table. A file of tiers/ includes it, inside a target region, with KV(name) and KV_ISA set
    and one vec_*.h included before. All functions are static, so that no code of a newer instruction set can leak into code
-   that every processor runs. */
+   that every processor runs. With KV_FAST 1, the table has only what the fast precision takes from it; see kv_begin_fast. */
+#include "precision.h"
 #include "vectors/rows.inc.h"
 #include "coding/rotate.inc.h"
 #include "coding/coding.inc.h"
@@ -40,9 +41,20 @@
 #define KV_OWN_CACHES(...) __VA_ARGS__
 #define KV_OF_CODES(kernel) kernel
 #endif
-#define KV_FLOAT_ROWS_ENTRY(kernel) kernel
+/* The fast precision has kernels of codes alone. Where these must be short, other kernels would gain less than a tenth. */
+#if KV_FAST
+#define KV_EXACT(...)
+#define KV_OF_FLOATS(kernel) NULL
+#else
+#define KV_EXACT(...) __VA_ARGS__
+#define KV_OF_FLOATS(kernel) kernel
+#endif
+#define KV_FLOAT_ROWS_ENTRY(kernel) KV_OF_FLOATS(kernel)
 #define KV_PACKED_CODES_ENTRY(kernel) KV_OF_CODES(kernel)
 #define KV_TILED_CODES_ENTRY(kernel) KV_OF_CODES(kernel)
+#define KV_FLOAT_ROWS_LATENT(kernels) KV_OF_CODES(KV_OF_FLOATS(KV(accumulate_##kernels)))
+#define KV_PACKED_CODES_LATENT(kernels) KV_OF_CODES(KV(accumulate_transposed))
+#define KV_TILED_CODES_LATENT(kernels) KV_OF_CODES(KV(accumulate_transposed))
 
 #define KV_PREPARE(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) \
     KV_##family##_ENTRY(KV(prepare_##prepare)),
@@ -50,6 +62,7 @@
     KV_##family##_ENTRY(KV(scores_##kernels)),
 #define KV_ACCUMULATE(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) \
     KV_##family##_ENTRY(KV(accumulate_##kernels)),
+#define KV_LATENT(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) KV_##family##_LATENT(kernels),
 #define KV_TABLE \
     .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},                                                    \
     .softmax = KV(softmax),                                                                                           \
@@ -71,15 +84,22 @@
         .rotate = KV(rotate),                                                                                         \
         .change_basis = KV(change_basis),                                                                             \
         .transform = KV(transform),                                                                                   \
-        .accumulate_latent = KV(accumulate_latent),                                                                   \
         .nearest = KV(nearest),                                                                                       \
         .decode_codes = KV(decode_codes),                                                                             \
         .read_bytes = KV(read_bytes),)
+#define KV_ATTENTION                                                                                                  \
+    .prepare = {KV_DTYPES(KV_PREPARE)}, .scores = {KV_DTYPES(KV_SCORES)}, .accumulate = {KV_DTYPES(KV_ACCUMULATE)},   \
+    .accumulate_latent = {KV_DTYPES(KV_LATENT)},
+#ifdef KV_SHORT_CODES
+#undef KV_ATTENTION
+#define KV_ATTENTION                                                                                                  \
+    .prepare = {[KV_INT4] = KV(prepare_int4)}, .scores = {[KV_INT4] = KV(scores_int4)},                               \
+    .accumulate = {[KV_INT4] = KV(accumulate_int4), [KV_GAUSS4] = KV(accumulate_gauss4)},
+#endif
 
 const kv_kernels KV(kv_kernels) = {
-    .isa = KV_ISA, KV_TABLE KV_WORDS
-    .prepare = {KV_DTYPES(KV_PREPARE)}, .scores = {KV_DTYPES(KV_SCORES)}, .accumulate = {KV_DTYPES(KV_ACCUMULATE)},
-    KV_OWN_CACHES(.multiply = {KV(multiply_int8), KV(multiply_float32)})};
+    .isa = KV_ISA, KV_ATTENTION
+    KV_EXACT(KV_TABLE KV_WORDS KV_OWN_CACHES(.multiply = {KV(multiply_int8), KV(multiply_float32)}))};
 #ifdef KV_MORE_KERNELS /* those of a library that is built with these */
 #include KV_MORE_KERNELS
 #endif
@@ -91,11 +111,10 @@ KV_TARGET_BEGIN(KV_MATRIX)
 #include "panels_amx/products_int8.inc.h"
 #include "panels_amx/products_bfloat16.inc.h"
 #include "panels_amx/matrix.inc.h"
-const kv_kernels kv_kernels_amx = {
-    .isa = "amx", KV_TABLE
-    .prepare = {KV_DTYPES(KV_PREPARE)}, .scores = {KV_DTYPES(KV_SCORES)}, .accumulate = {KV_DTYPES(KV_ACCUMULATE)},
-    KV_OWN_CACHES(.multiply = {KV(multiply_tiles), KV(multiply_float32)},)
+const kv_kernels KV_OF_TIER(kv_kernels, amx) = {
+    .isa = "amx", KV_ATTENTION
+    KV_EXACT(KV_TABLE KV_OWN_CACHES(.multiply = {KV(multiply_tiles), KV(multiply_float32)},))
     .has_matrix = 1,
-    .prepare_panel = {KV_OF_CODES(KV(prepare_panel)), KV(prepare_halves)},
-    .attend_panels = {KV_OF_CODES(KV(attend_integers)), KV(attend_halves)}};
+    .prepare_panel = {KV_OF_CODES(KV(prepare_panel)), KV_OF_FLOATS(KV(prepare_halves))},
+    .attend_panels = {KV_OF_CODES(KV(attend_integers)), KV_OF_FLOATS(KV(attend_halves))}};
 #endif

@@ -343,6 +343,24 @@ def test_chunks_spans_and_trees(runtimes, rng, n):
             runtimes[1].Layer(rows, 0).attend(q, np.empty((n, 6, 48), np.float32), **options)
 
 
+def test_precision(runtimes, rng):
+    """The options have it, or else the cache; with the paths that need the interpreter, too."""
+    k, v = rng.standard_normal((2, 300, 2, 64), dtype=np.float32)
+    cache = kvfast.KVCache(1, 2, 64, dtype="int4-plain")
+    cache.append(0, k, v)
+    layer, q = runtimes[1].Layer(cache, 0), rng.standard_normal((3, 6, 64), dtype=np.float32)
+    for of_cache in (None, "fast"):
+        cache.precision = of_cache
+        for precision, name in ((0, None), (1, "exact"), (2, "fast")):
+            for options in ({}, {"clamp": True, "spans": np.array([[0, 298]])}):
+                out, spans = np.empty((3, 6, 64), np.float32), options.get("spans")
+                layer.attend(q, out, precision=precision, **options)
+                assert np.array_equal(out, cache.attend(0, q, precision=name, spans=spans, clamp_spans="clamp" in options))
+    for precision in (-1, 3):
+        with pytest.raises(ValueError, match=f"-1: precision must be 0, KVFAST_EXACT or KVFAST_FAST, got {precision}"):
+            layer.attend(q, np.empty((3, 6, 64), np.float32), precision=precision)
+
+
 @pytest.mark.parametrize("run", [1, 16])
 def test_chosen_tokens(runtimes, rng, run):
     """All KV heads have the same ones, or each has its own; latent rows, too."""

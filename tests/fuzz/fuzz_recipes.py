@@ -285,6 +285,7 @@ RECIPES = {
     "parents": small([-1], [-1, 0], [-1, -1, 0, 1], []),
     "chosen": lambda c: np.array([[c.rng.randrange(3), -1]] * c.rng.choice([1, c.tokens, 2])),
     "chosen_run": small(1, 16),
+    "precision": small("exact", "fast", None),
     "top_k.q": lambda c: c.floats(1, 4, c.target.latent_dim),
     "top_k.weights": lambda c: c.floats(1, 4),
     "top_k.k": small(1, 3, 100),

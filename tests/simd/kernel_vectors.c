@@ -261,7 +261,7 @@ static void of_attention(vectors *v, const format *f, int dim, int number_of_for
     memset(rest, 0, sizeof rest);
     state.rest = dim == MOST_DIM ? rest : NULL;
     if (!f->means) {
-        k->accumulate_latent(&side, &state, ROWS, &tile, &ahead, acc);
+        k->accumulate_latent[side.dtype](&side, &state, ROWS, &tile, &ahead, acc);
         floats(v, "accumulate_latent", acc, ROWS * side.padded_dim, bound);
         of_codes(v, f, dim, 1, values + 300);
         memset(acc, 0, sizeof acc);

@@ -57,10 +57,10 @@ typedef union {
 FLOATS_2(add_ps) FLOATS_2(sub_ps) FLOATS_2(mul_ps) FLOATS_2(div_ps) FLOATS_2(max_ps) FLOATS_2(min_ps) FLOATS_2(unpacklo_ps)
 FLOATS_2(unpackhi_ps)
 INTEGERS_2(add_epi32) INTEGERS_2(sub_epi32) INTEGERS_2(mullo_epi32) INTEGERS_2(max_epi32) INTEGERS_2(add_epi16)
-INTEGERS_2(madd_epi16) INTEGERS_2(packs_epi32) INTEGERS_2(packs_epi16) INTEGERS_2(packus_epi16) INTEGERS_2(sub_epi8)
+INTEGERS_2(madd_epi16) INTEGERS_2(maddubs_epi16) INTEGERS_2(packs_epi32) INTEGERS_2(packs_epi16) INTEGERS_2(packus_epi16) INTEGERS_2(sub_epi8)
 INTEGERS_2(shuffle_epi8) INTEGERS_2(unpacklo_epi8) INTEGERS_2(unpackhi_epi8) INTEGERS_2(unpacklo_epi16) INTEGERS_2(unpackhi_epi16)
 INTEGERS_2(unpacklo_epi32) INTEGERS_2(unpackhi_epi32) INTEGERS_2(unpacklo_epi64) INTEGERS_2(unpackhi_epi64) INTEGERS_2(sllv_epi32)
-INTEGERS_2(srlv_epi64)
+INTEGERS_2(srlv_epi32) INTEGERS_2(srlv_epi64)
 HALVES_2(__m512i, i, half, and_si512, _mm256_and_si256)
 HALVES_2(__m512i, i, half, or_si512, _mm256_or_si256)
 HALVES_2(__m512i, i, half, xor_si512, _mm256_xor_si256)
@@ -161,15 +161,16 @@ LANES(maskz_scalef_ps, __m512, f, 16, (__mmask16 mask, __m512 a, __m512 exponent
 
 /* Products of unsigned and signed bytes: of bytes 0 and 2 of each lane, and of bytes 1 and 3. Sums of two are at most
    2 * 255 * 128 < 2^31. */
+SOFTWARE __m256i software_dpbusd_avx_epi32(__m256i sums, __m256i a, __m256i b)
+{
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+    return _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
+}
 SOFTWARE __m512i software_dpbusd_epi32(__m512i sums, __m512i a, __m512i b)
 {
     software_vector s = BITS(sums), x = BITS(a), y = BITS(b);
-    for (int i = 0; i < 2; i++) {
-        const __m256i even = _mm256_madd_epi16(_mm256_and_si256(x.half[i], _mm256_set1_epi16(255)),
-                                               _mm256_srai_epi16(_mm256_slli_epi16(y.half[i], 8), 8));
-        const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x.half[i], 8), _mm256_srai_epi16(y.half[i], 8));
-        s.half[i] = _mm256_add_epi32(s.half[i], _mm256_add_epi32(even, odd));
-    }
+    for (int i = 0; i < 2; i++) s.half[i] = software_dpbusd_avx_epi32(s.half[i], x.half[i], y.half[i]);
     return s.i;
 }
 

@@ -1,7 +1,12 @@
 /* Vector layer, AVX2 with FMA and F16C and perhaps AVX-VNNI: 8 floats a register. vec_scalar.h explains the names. */
 #define W 8
 #define INT_VECTORS 2   /* 4 rows x 2 = 8 accumulators, and 4 registers of widened codes */
+#if KV_FAST && !defined(KV_AVX_VNNI)
+#define KV_SHORT_CODES
+#define INT8_ZERO 0
+#else
 #define INT8_ZERO 128
+#endif
 #define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2
 #define FLOAT_TOKENS 2
@@ -95,25 +100,54 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 
 /* Integer dot products. maddubs would saturate on 8-bit codes, so codes are widened once for all rows
    and multiplied by the whole 16-bit activation. AVX-VNNI could multiply 8-bit codes, but by each part of an
-   activation: as many instructions, with twice the accumulators. */
+   activation: as many instructions, with twice the accumulators.
+
+   Activations of one byte (KV_FAST) are multiplied by AVX-VNNI as they are. Elsewhere (KV_SHORT_CODES) maddubs multiplies codes without
+   a sign by them if these are short: of lines that are multiplied together, 4 * 15 * 127 = 7620, or with 6 and 3 bits
+   2 * (63 + 7) * 127 = 17780 < 2^15. And it multiplies weights, which have no sign, by codes of 8 bits less their bias:
+   2 * 127 * 127 = 32258. */
 #define vcodes __m256i
 #define vcodes_load(p) _mm256_loadu_si256((const __m256i *)(p))
+#ifdef KV_SHORT_CODES
+#define KV_SIGNED(bytes) _mm256_xor_si256(bytes, _mm256_set1_epi8(-128))
+#define vcodes_bytes(c) KV_SIGNED(c)
+#else
 #define vcodes_bytes(c) (c)
+#endif
 #define vcodes_low(c) _mm256_and_si256(c, _mm256_set1_epi8(15))
 #define vcodes_shift(c) _mm256_srli_epi16(c, 4)
 #define vcodes_levels(c) \
-    _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kv_gauss_levels)), vcodes_low(c))
+    _mm256_shuffle_epi8(KV_LEVELS, vcodes_low(c))
+#define KV_ALL_LEVELS _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kv_gauss_levels))
+#ifdef KV_SHORT_CODES
+#define KV_LEVELS KV_SIGNED(KV_ALL_LEVELS)
+#else
+#define KV_LEVELS KV_ALL_LEVELS
+#endif
 /* Half a line of INT3, from a lane on, from nibbles of 32 bytes: the low ones are the first half, the high ones the other. */
 static inline vcodes KV(load_nibbles)(const void *p, int lane)
 {
     return lane ? vcodes_shift(vcodes_load(p)) : vcodes_load(p);
 }
-typedef struct { __m256i even, odd; } KV(vwide); /* depths 0, 2 and 1, 3 of each four */
-#define vwide KV(vwide)
-#define vcodes_widen(c) ((vwide){_mm256_and_si256(c, _mm256_set1_epi16(255)), _mm256_srli_epi16(c, 8)})
 /* Has 32-bit lanes; see vec_avx512.h. */
 typedef int32_t KV(vacc) __attribute__((vector_size(32)));
 #define vacc KV(vacc)
+#if KV_FAST
+#define vwide __m256i
+#define vcodes_widen(c) (c)
+#ifdef KV_AVX_VNNI
+#define vacc_dot(a, b, codes, x) ((a) = (vacc)_mm256_dpbusd_avx_epi32((vi)(a), codes, _mm256_set1_epi32(kv_load32(x))))
+#else
+#define KV_PRODUCTS(codes, x) _mm256_maddubs_epi16(codes, _mm256_set1_epi32(kv_load32(x)))
+#define vacc_dot(a, b, codes, x) \
+    ((a) += (vacc)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi32(kv_load32(x)), codes), _mm256_set1_epi16(1)))
+#define vlines_dot(a, first, x, second, y) \
+    ((a) += (vacc)_mm256_madd_epi16(_mm256_add_epi16(KV_PRODUCTS(first, x), KV_PRODUCTS(second, y)), _mm256_set1_epi16(1)))
+#endif
+#else
+typedef struct { __m256i even, odd; } KV(vwide); /* depths 0, 2 and 1, 3 of each four */
+#define vwide KV(vwide)
+#define vcodes_widen(c) ((vwide){_mm256_and_si256(c, _mm256_set1_epi16(255)), _mm256_srli_epi16(c, 8)})
 #ifdef KV_AVX_VNNI
 #define KV_MULTIPLY_ADD(a, codes, words) (a) = (vacc)_mm256_dpwssd_avx_epi32((vi)(a), codes, words)
 #else
@@ -125,8 +159,20 @@ typedef int32_t KV(vacc) __attribute__((vector_size(32)));
         KV_MULTIPLY_ADD(a, (codes).odd, _mm256_set1_epi32(kv_load32((x) + 4)));    \
         __asm__("" : "+x"(a)); /* keeps this order: gcc would first multiply a whole line, and spill */ \
     } while (0)
+#endif
+#ifdef KV_AVX_VNNI
+#define KV_ONE_SUM 1
+#define vacc_total(a, b) vi_add((vi)(a), (vi)(b))
+#else
 #define vacc_total(a, b) ((vi)(a))
+#endif
 
+#if KV_FAST
+static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+{
+    _mm256_storeu_si256((__m256i *)(x + index * 4), _mm256_packs_epi16(_mm256_packs_epi32(r0, r1), _mm256_packs_epi32(r2, r3)));
+}
+#else
 /* 4 depths of 2 rows in each half: 0, 2, 1, 3, as codes are widened. */
 static inline vi KV(order_words)(vi words)
 {
@@ -139,6 +185,7 @@ static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2
     _mm256_storeu_si256((__m256i *)(x + index * 8), _mm256_permute2x128_si256(r01, r23, 0x20));
     _mm256_storeu_si256((__m256i *)(x + index * 8 + 32), _mm256_permute2x128_si256(r01, r23, 0x31));
 }
+#endif
 #define put_parts KV(put_parts)
 
 static inline uint32_t KV(top_bits)(const uint16_t *p)

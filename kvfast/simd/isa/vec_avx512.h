@@ -1,7 +1,12 @@
 /* Vector layer, AVX-512, perhaps with VNNI, perhaps with VBMI: 16 floats a register. vec_scalar.h explains the names. */
 #define W 16
 #define INT_VECTORS 2   /* code vectors per integer quad: 4 rows x 2 parts x 2 = 16 accumulators, 8 without VNNI */
+#if KV_FAST && !defined(KV_VNNI)
+#define KV_SHORT_CODES /* see vec_avx2.h */
+#define INT8_ZERO 0
+#else
 #define INT8_ZERO 128
+#endif
 #ifdef KV_VNNI
 #define INT_PRODUCTS 8  /* 4 depths x the two parts of an activation */
 #else
@@ -72,7 +77,12 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
    widened, as in vec_avx2.h. */
 #define vcodes __m512i
 #define vcodes_load(p) _mm512_loadu_si512(p)
+#ifdef KV_SHORT_CODES
+#define KV_SIGNED(bytes) _mm512_xor_si512(bytes, _mm512_set1_epi8(-128))
+#define vcodes_bytes(c) KV_SIGNED(c)
+#else
 #define vcodes_bytes(c) (c)
+#endif
 #define vcodes_low(c) _mm512_and_si512(c, _mm512_set1_epi8(15))
 #define vcodes_shift(c) _mm512_srli_epi16(c, 4)
 /* A line of INT3 from nibbles of 32 bytes: the low ones, then the high ones, under anything. */
@@ -82,7 +92,12 @@ static inline vcodes KV(load_nibbles)(const void *p, int lane)
     return _mm512_srlv_epi64(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)p)),
                              _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0));
 }
-#define KV_LEVELS _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kv_gauss_levels))
+#define KV_ALL_LEVELS _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kv_gauss_levels))
+#ifdef KV_SHORT_CODES
+#define KV_LEVELS KV_SIGNED(KV_ALL_LEVELS)
+#else
+#define KV_LEVELS KV_ALL_LEVELS
+#endif
 #ifdef KV_VBMI
 #define vcodes_levels(c) _mm512_permutexvar_epi8(c, KV_LEVELS) /* of 64 bytes: 4 times the table, for any upper bits */
 #else
@@ -95,12 +110,27 @@ typedef int32_t KV(vacc) __attribute__((vector_size(64)));
 #ifdef KV_VNNI
 #define vwide __m512i
 #define vcodes_widen(c) (c)
+#if KV_FAST
+#define KV_ONE_SUM 1
+#define vacc_dot(a, b, codes, x) ((a) = (vacc)_mm512_dpbusd_epi32((__m512i)(a), codes, _mm512_set1_epi32(kv_load32(x))))
+#define vacc_total(a, b) _mm512_add_epi32((__m512i)(a), (__m512i)(b))
+#else
 #define vacc_dot(high, low, codes, x)                                                                   \
     do {                                                                                                \
         high = (vacc)_mm512_dpbusd_epi32((__m512i)(high), codes, _mm512_set1_epi32(kv_load32(x)));      \
         low = (vacc)_mm512_dpbusd_epi32((__m512i)(low), codes, _mm512_set1_epi32(kv_load32((x) + 4)));  \
     } while (0)
 #define vacc_total(high, low) _mm512_add_epi32(_mm512_slli_epi32((__m512i)(high), 8), (__m512i)(low))
+#endif
+#elif KV_FAST
+#define vacc_total(a, b) ((__m512i)(a))
+#define vwide __m512i
+#define vcodes_widen(c) (c)
+#define KV_PRODUCTS(codes, x) _mm512_maddubs_epi16(codes, _mm512_set1_epi32(kv_load32(x)))
+#define vacc_dot(a, b, codes, x) \
+    ((a) += (vacc)_mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_set1_epi32(kv_load32(x)), codes), _mm512_set1_epi16(1)))
+#define vlines_dot(a, first, x, second, y) \
+    ((a) += (vacc)_mm512_madd_epi16(_mm512_add_epi16(KV_PRODUCTS(first, x), KV_PRODUCTS(second, y)), _mm512_set1_epi16(1)))
 #else
 typedef struct { __m512i even, odd; } KV(vwide); /* depths 0, 2 and 1, 3 of each four */
 #define vwide KV(vwide)
@@ -113,6 +143,12 @@ typedef struct { __m512i even, odd; } KV(vwide); /* depths 0, 2 and 1, 3 of each
 #define vacc_total(a, b) ((__m512i)(a))
 #endif
 
+#if KV_FAST
+static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+{
+    _mm512_storeu_si512(x + index * 4, _mm512_packs_epi16(_mm512_packs_epi32(r0, r1), _mm512_packs_epi32(r2, r3)));
+}
+#else
 /* 4 depths of KV_QUAD rows in 32 bytes, int16. */
 static inline void KV(arrange_words)(vi r0, vi r1, vi r2, vi r3, vi words[2])
 {
@@ -145,6 +181,7 @@ static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2
     _mm512_storeu_si512(x + index * 8, KV(part_words)(words[0]));
     _mm512_storeu_si512(x + index * 8 + 64, KV(part_words)(words[1]));
 }
+#endif
 #define put_parts KV(put_parts)
 
 static inline uint32_t KV(top_bits)(const uint16_t *p)

@@ -114,6 +114,14 @@ static inline vpair KV(vpair_of)(vcodes c, vcodes d)
 #define vcodes_levels(c) vqtbl1q_u8(KV_SIGNED(vld1q_u8(kv_gauss_levels)), vcodes_low(c))
 #define vwide int8x16_t
 #define vcodes_widen(c) vreinterpretq_s8_u8(c)
+#if KV_FAST
+#define KV_ONE_SUM 1
+#define vquad int8x16_t
+#define vquad_load(x) vld1q_s8(x)
+#define vquad_dot(a, codes, quad, row) ((a) = vdotq_laneq_s32(a, codes, quad, row))
+#define vacc_dot(a, b, codes, x) vquad_dot(a, codes, vld1q_s8(x), 0)
+#define vacc_total(a, b) vi_add(a, b)
+#else
 #define vacc_dot(high, low, codes, x)                         \
     do {                                                      \
         const int8x8_t parts = vld1_s8(x);                    \
@@ -121,6 +129,7 @@ static inline vpair KV(vpair_of)(vcodes c, vcodes d)
         low = vdotq_lane_s32(low, codes, parts, 1);           \
     } while (0)
 #define vacc_total(high, low) vi_add(vshlq_n_s32(high, 8), low)
+#endif
 #else
 /* Works depth by depth, each with 4 lanes: multiplying by one activation needs no sum across lanes. */
 #define vcodes_bytes(c) (c)
@@ -145,6 +154,13 @@ static inline vwide KV(vcodes_widen)(vcodes c)
 #define vacc_total(a, b) vi_add(a, b)
 #endif
 
+#if KV_FAST
+static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+{
+    const int16x8_t r01 = vcombine_s16(vmovn_s32(r0), vmovn_s32(r1)), r23 = vcombine_s16(vmovn_s32(r2), vmovn_s32(r3));
+    vst1q_s8(x + index * 4, vcombine_s8(vmovn_s16(r01), vmovn_s16(r23)));
+}
+#else
 /* 4 depths of two rows. */
 static inline void KV(store_parts)(int8_t *x, int16x8_t words)
 {
@@ -173,6 +189,7 @@ static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2
     vst1q_s32((int32_t *)(x + 48), vzip2q_s32(first23, last23));
 #endif
 }
+#endif
 #define put_parts KV(put_parts)
 
 #ifdef KV_BF16

@@ -25,6 +25,18 @@ static inline void KV(put_bytes)(vi a, vi b, vi c, vi d, int8_t *high, int8_t *l
     _mm512_store_si512(low, _mm512_permutexvar_epi32(order, lows));
 }
 
+/* 64 activations: of the fast precision one byte each, else two parts. */
+static inline void KV(cut_activations)(vi a, vi b, vi c, vi d, int8_t *high, int8_t *low)
+{
+#if KV_FAST
+    const vi order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    (void)low;
+    _mm512_store_si512(high, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d))));
+#else
+    KV(put_bytes)(a, b, c, d, high, low);
+#endif
+}
+
 /* Splits 32 floats into high and low bfloat16, pairs of a[i] and b[i]. Each half is rounded to nearest, ties away from zero.
    Values beyond the largest bfloat16 become the largest. */
 static inline void KV(put_halves)(vf a, vf b, int8_t *high, int8_t *low)
@@ -61,11 +73,11 @@ static float KV(cut_row)(const kv_side *side, const char *row, int tiles, int8_t
         largest = vf_max(largest, vf_abs(x[i]));
     }
     const float peak = vf_hmax(largest);
-    const vf inverse = vf_set1(KV_INVERSE(peak));
+    const vf inverse = vf_set1(KV_INVERSE_OF(KV_MAX_WORD, peak));
     for (int i = 0; i < tiles; i++, high += stride, low += stride)
         KV(put_bytes)(vf_round(vf_mul(x[4 * i], inverse)), vf_round(vf_mul(x[4 * i + 1], inverse)),
                       vf_round(vf_mul(x[4 * i + 2], inverse)), vf_round(vf_mul(x[4 * i + 3], inverse)), high, low);
-    return peak / KV_MAX_ACTIVATION;
+    return peak / KV_MAX_WORD;
 }
 
 /* Writes a line of codes as signed bytes: one line, or two for INT4 and GAUSS4. */
@@ -105,7 +117,7 @@ static inline void KV(load_value_rows)(const kv_side *side, const char *row, int
     const int tiles = (side->padded_dim + TILE_DEPTH - 1) / TILE_DEPTH;
     KV_ALIGNED int8_t rows[2][4][KV_MAX_HEAD_DIM];
     for (int t = 0; t < 4; t++, row += side->row_stride)
-        scales[t] = 256.0f * KV(cut_row)(side, row, tiles, rows[0][t], rows[1][t], TILE_DEPTH);
+        scales[t] = (KV_FAST ? 1.0f : 256.0f) * KV(cut_row)(side, row, tiles, rows[0][t], rows[1][t], TILE_DEPTH);
     for (int part = 0; part < 2; part++)
         for (int lane = 0; lane < side->padded_dim; lane += 64) {
             const int8_t *at = rows[part][0] + lane;

@@ -9,6 +9,9 @@
        |sum v x| / 256 <= 128 * 32639 * 32639 / 256 = 532 654 500 < 2^31, and what is left out is
    at most 64 * 128.
 
+   Activations of the fast precision are one part, the high one. With values of 2 parts,
+       |sum v x| <= 128 * 32639 * 127 < 2^30.
+
    Keys that are stored as floats are multiplied in bfloat16, products_bfloat16.inc.h: with one channel louder than the
    others, an integer would leave the others few bits. Queries are rounded as in activations.inc.h, and their rounding
    errors are multiplied as well where they matter. */
@@ -33,7 +36,7 @@ static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int
             const int at = i * TILE_DEPTH + j * W;
             x[j] = at < n ? vf_round(vf_mul(vf_load(row + at), inverse)) : vi_set1(0);
         }
-        KV(put_bytes)(x[0], x[1], x[2], x[3], parts + i * TILE_BYTES + r * TILE_DEPTH,
+        KV(cut_activations)(x[0], x[1], x[2], x[3], parts + i * TILE_BYTES + r * TILE_DEPTH,
                       parts + (tiles + i) * TILE_BYTES + r * TILE_DEPTH);
     }
 }
@@ -74,17 +77,20 @@ typedef struct {
 static inline void KV(hold)(const int8_t *x, ptrdiff_t part, int tiles)
 {
     _tile_loadd(X_HIGH_0, x, TILE_DEPTH);
-    _tile_loadd(X_LOW_0, x + part, TILE_DEPTH);
+    if (!KV_FAST) _tile_loadd(X_LOW_0, x + part, TILE_DEPTH);
     if (tiles < 2) return;
     _tile_loadd(X_HIGH_1, x + TILE_BYTES, TILE_DEPTH);
-    _tile_loadd(X_LOW_1, x + TILE_BYTES + part, TILE_DEPTH);
+    if (!KV_FAST) _tile_loadd(X_LOW_1, x + TILE_BYTES + part, TILE_DEPTH);
 }
+
+/* Whether products of operands of `parts` parts have a sum of low ones. */
+#define KV_HAS_LOW(parts) (!KV_FAST || (parts) == 2)
 
 #define MULTIPLY_TILE(x_high, x_low, codes)      \
     do {                                         \
         _tile_loadd(OPERAND, codes, 64);         \
         _tile_dpbssd(SUM_HIGH, x_high, OPERAND); \
-        _tile_dpbssd(SUM_LOW, x_low, OPERAND);   \
+        if (!KV_FAST) _tile_dpbssd(SUM_LOW, x_low, OPERAND); \
         if (parts == 2) {                        \
             _tile_loadd(OPERAND, codes + part, 64);  \
             _tile_dpbssd(SUM_LOW, x_high, OPERAND);  \
@@ -97,11 +103,11 @@ static inline __attribute__((always_inline)) void KV(multiply)(const int8_t *cod
                                                                KV(lane_sums) *sums)
 {
     _tile_zero(SUM_HIGH);
-    _tile_zero(SUM_LOW);
+    if (KV_HAS_LOW(parts)) _tile_zero(SUM_LOW);
     MULTIPLY_TILE(X_HIGH_0, X_LOW_0, codes);
     if (tiles == 2) MULTIPLY_TILE(X_HIGH_1, X_LOW_1, codes + TILE_BYTES);
     _tile_stored(SUM_HIGH, sums->high, 64);
-    _tile_stored(SUM_LOW, sums->low, 64);
+    if (KV_HAS_LOW(parts)) _tile_stored(SUM_LOW, sums->low, 64);
 }
 #undef MULTIPLY_TILE
 
@@ -111,27 +117,29 @@ static inline __attribute__((always_inline)) void KV(multiply_pair)(
     const int8_t *codes, ptrdiff_t stride, const int8_t *x, ptrdiff_t x_part, int tiles, KV(lane_sums) *sums)
 {
     _tile_zero(0);
-    _tile_zero(1);
+    if (!KV_FAST) _tile_zero(1);
     _tile_zero(2);
-    _tile_zero(3);
+    if (!KV_FAST) _tile_zero(3);
     for (; tiles > 0; tiles--, codes += TILE_BYTES, x += TILE_BYTES) {
         _tile_loadd(4, x, TILE_DEPTH);
         _tile_loadd(6, codes, 64);
         _tile_dpbssd(0, 4, 6);
         _tile_loadd(7, codes + stride, 64);
         _tile_dpbssd(2, 4, 7);
+        if (KV_FAST) continue;
         _tile_loadd(5, x + x_part, TILE_DEPTH);
         _tile_dpbssd(1, 5, 6);
         _tile_dpbssd(3, 5, 7);
     }
     _tile_stored(0, sums[0].high, 64);
-    _tile_stored(1, sums[0].low, 64);
+    if (!KV_FAST) _tile_stored(1, sums[0].low, 64);
     _tile_stored(2, sums[1].high, 64);
-    _tile_stored(3, sums[1].low, 64);
+    if (!KV_FAST) _tile_stored(3, sums[1].low, 64);
 }
 
-static inline vf KV(total)(const KV(lane_sums) *sums, int row)
+static inline vf KV(total)(const KV(lane_sums) *sums, int row, int parts)
 {
+    if (!KV_HAS_LOW(parts)) return vi_to_float(_mm512_load_si512(sums->high + row * KV_LANES));
     return vi_to_float(vi_add(_mm512_slli_epi32(_mm512_load_si512(sums->high + row * KV_LANES), 8),
                               _mm512_load_si512(sums->low + row * KV_LANES)));
 }
@@ -158,7 +166,7 @@ static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_pr
     const vf scale = vf_load(p->scales + lane * KV_LANES);
     float *row = scores + lane * KV_LANES;
     for (int r = 0; r < KV_ROWS; r++, row += KV_MATRIX_TILE) {
-        const vf total = KV(total)(done, r), factor = vf_mul(scale, vf_set1(p->unit[r]));
+        const vf total = KV(total)(done, r, 1), factor = vf_mul(scale, vf_set1(p->unit[r]));
         if (use == REFINES) {
             const vf excess = vf_sub(vf_mul(factor, vf_set1(p->error)), KV(least_errors)(vf_load(row), vf_set1(p->most[r])));
             vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_mul(total, factor), excess, 0.0f)));
@@ -228,8 +236,9 @@ static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_pr
                                                                  int first, int last, float *scores, const int shifts, const int use)
 {
     vf scales = vf_set1(0.0f);
-    for (int lane = first; lane < last; lane++) scales = vf_max(scales, vf_load(p->scales + lane * KV_LANES));
     KV(score_lanes)(p, first, last, scores, shifts, use);
+    if (KV_FAST) return;
+    for (int lane = first; lane < last; lane++) scales = vf_max(scales, vf_load(p->scales + lane * KV_LANES));
     const float scale = vf_hmax(scales);
     if (vf_hmax(vf_load(p->unit)) * scale * p->error * 1.001f >= KV_LEAST_ERROR)
         KV(refine_lanes)(p, rows, inverse, scale, first, last, scores);
@@ -325,10 +334,10 @@ static inline __attribute__((always_inline)) void KV(add_products)(
         float *target = panel->acc + (lane - 1) * (KV_ROWS * KV_LANES);
         if (!rescale)
             for (int r = 0; r < KV_ROWS; r++, target += KV_LANES)
-                vf_store(target, vf_fma(KV(total)(done, r), vf_set1(unit[r]), vf_load(target)));
+                vf_store(target, vf_fma(KV(total)(done, r, operands->value_parts), vf_set1(unit[r]), vf_load(target)));
         else
             for (int r = 0; r < KV_ROWS; r++, target += KV_LANES)
-                vf_store(target, vf_fma(KV(total)(done, r), vf_set1(unit[r]),
+                vf_store(target, vf_fma(KV(total)(done, r, operands->value_parts), vf_set1(unit[r]),
                                         vf_mul(vf_load(target), vf_set1(rescale[r]))));
     }
 }

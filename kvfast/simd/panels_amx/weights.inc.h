@@ -84,7 +84,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const vf add = KV(exp)(vf_sub(here, from)), top = KV(reduce_rows)(most, 1);
     vf_store(panel->l, vf_fma(l, keep, vf_mul(sum, add)));
     vf_store(correction->unit, vf_mul(vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)), add));
-    for (int r = 0; r < KV_ROWS; r++)
+    for (int r = 0; !KV_FAST && r < KV_ROWS; r++)
         panel->noise[r] = panel->noise[r] * correction->rescale[r] * correction->rescale[r]
                         + KV(noise_of)(correction->unit[r], operands->code_size, panel->stop[r] - panel->start[r]);
     vf_store(correction->inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_WEIGHT), top), top, 0x1p-100f));
@@ -102,7 +102,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
                 }
             for (int j = 0; j < 4; j++) {
                 int8_t *at = x + t / TILE_DEPTH * TILE_BYTES + (r + j) * TILE_DEPTH;
-                KV(put_bytes)(weights[j][0], weights[j][1], weights[j][2], weights[j][3], at, at + TOKEN_TILES * TILE_BYTES);
+                KV(cut_activations)(weights[j][0], weights[j][1], weights[j][2], weights[j][3], at, at + TOKEN_TILES * TILE_BYTES);
             }
         }
     }

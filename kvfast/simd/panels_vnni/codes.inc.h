@@ -72,7 +72,7 @@ static inline __attribute__((always_inline)) void KV(widen_keys)(const char *uni
         _mm512_store_si512(out + (size_t)(line) * 64, _mm512_sub_epi8((vi)(codes), less));         \
         _mm512_store_si512(out + (size_t)(other) * 64, _mm512_sub_epi8((vi)(more), less));         \
     } while (0)
-        KV_EACH_KEY_LINES(dtype, order, u, low, high, KV_PUT);
+        KV_EACH_KEY_LINES(dtype, 0, order, u, low, high, KV_PUT);
 #undef KV_PUT
     }
 }

@@ -1,9 +1,10 @@
 #include "../common.h"
+#include "../precision.h"
 
 #if KV_X86
 #define KV_TARGET "popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c"
 KV_TARGET_BEGIN(KV_TARGET)
-#define KV(name) name##_avx512_vbmi
+#define KV(name) KV_OF_TIER(name, avx512_vbmi)
 #define KV_ISA "avx512_vbmi"
 #define KV_VNNI
 #define KV_VBMI

@@ -1,8 +1,9 @@
 #include "../common.h"
+#include "../precision.h"
 
 #if KV_X86
 KV_TARGET_BEGIN("popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
-#define KV(name) name##_avx512_vnni
+#define KV(name) KV_OF_TIER(name, avx512_vnni)
 #define KV_ISA "avx512_vnni"
 #define KV_VNNI
 #include "../isa/vec_avx512.h"

@@ -1,8 +1,9 @@
 #include "../common.h"
+#include "../precision.h"
 
 #if KV_HAVE_AVX_VNNI
 KV_TARGET_BEGIN("avx2,fma,f16c,avxvnni")
-#define KV(name) name##_avx_vnni
+#define KV(name) KV_OF_TIER(name, avx_vnni)
 #define KV_ISA "avx_vnni"
 #define KV_AVX_VNNI
 #include "../isa/vec_avx2.h"

@@ -1,4 +1,5 @@
 #include "../common.h"
+#include "../precision.h"
 
 #if KV_HAVE_DOTPROD
 #if defined(__clang__)
@@ -6,7 +7,7 @@ KV_TARGET_BEGIN("dotprod")
 #else
 KV_TARGET_BEGIN("arch=armv8.2-a+dotprod")
 #endif
-#define KV(name) name##_neon_dotprod
+#define KV(name) KV_OF_TIER(name, neon_dotprod)
 #define KV_ISA "neon_dotprod"
 #define KV_DOTPROD
 #include "../isa/vec_neon.h"

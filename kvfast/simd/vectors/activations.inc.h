@@ -32,9 +32,17 @@
    for each element of the output. It matters where the output is small: where the largest weight belongs to a row of values with
    few loud elements, or where values cancel. So the squares of unit x |c| are summed up over the tiles, as `noise`. A row whose
    root mean square is small next to the noise is computed again, and the rounding errors are multiplied as well (refine_values).
-   Only the row itself decides this. Panels are not refined: such a row of a panel is read again like few rows. */
-#define KV_MAX_ACTIVATION 32639.0f
-#define KV_MAX_WEIGHT 32638.0f /* plus the carried rounding at most KV_MAX_ACTIVATION */
+   Only the row itself decides this. Panels are not refined: such a row of a panel is read again like few rows.
+
+   The fast precision (KV_FAST) has activations of one byte, in -127..127. Then |sum c x| <= 128 * 127 * 512 < 2^23, and the errors
+   are those above with 127 in place of 32639. Nothing is multiplied again. The rounding of a weight is still carried, so that the
+   sum of many small weights is right. Keys of INT4 with channel scales are read as codes of as many bits as their line has, b, and
+   their scales are 2^(8 - b) times those of codes of 8 bits: the rounding of a channel that has few bits then weighs less. */
+#define KV_MAX_WORD 32639.0f
+#define KV_MAX_ACTIVATION (KV_FAST ? 127.0f : KV_MAX_WORD)
+#define KV_MAX_WEIGHT (KV_MAX_ACTIVATION - 1.0f) /* plus the carried rounding at most KV_MAX_ACTIVATION */
+#define KV_PARTS (KV_FAST ? 1 : 2) /* bytes of an activation */
+#define KV_QUAD_BYTES (4 * KV_QUAD * KV_PARTS) /* of 4 activations of each row */
 #define KV_INVERSE_OF(most, largest) ((largest) > 0x1p-100f ? (most) / (largest) : 0.0f)
 #define KV_INVERSE(largest) KV_INVERSE_OF(KV_MAX_ACTIVATION, largest)
 
@@ -126,15 +134,17 @@ static unsigned KV(rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdi
 }
 
 /* Cuts up to KV_QUAD rows of n floats, times their inverse scales, into the activations that dot_quad reads; sums[r] is
-   the sum of row r. With `carry`, what the rounding leaves out is added to the next float of the same lane, 16 floats on. */
+   the sum of row r, or of row r times `zeros` if that is not NULL. With `carry`, what the rounding leaves out is added to the next
+   float of the same lane, 16 floats on. */
 static inline __attribute__((always_inline)) void KV(put_activations)(
     const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse, int8_t *x, int32_t *sums,
-    const int carry)
+    const int carry, const float *zeros)
 {
     vi sum[KV_QUAD], value[KV_QUAD];
+    vf product[KV_QUAD];
     vf left[KV_LANES / W][KV_QUAD];
     for (int lane = 0; lane < KV_LANES / W; lane++) KV_FOR4(r, KV_QUAD, left[lane][r] = vf_set1(0.0f););
-    KV_FOR4(r, KV_QUAD, sum[r] = value[r] = vi_set1(0););
+    KV_FOR4(r, KV_QUAD, sum[r] = value[r] = vi_set1(0); product[r] = vf_set1(0.0f););
     for (ptrdiff_t i = 0; i < n; i += KV_LANES)
         for (int lane = 0; lane < KV_LANES / W; lane++) {
             KV_FOR4(r, num_rows,
@@ -142,11 +152,13 @@ static inline __attribute__((always_inline)) void KV(put_activations)(
                 if (carry) exact = vf_add(exact, left[lane][r]);
                 value[r] = vf_round(exact);
                 if (carry) left[lane][r] = vf_sub(exact, vi_to_float(value[r]));
-                sum[r] = vi_add(sum[r], value[r]););
+                if (zeros) product[r] = vf_fma(vi_to_float(value[r]), vf_load(zeros + i + lane * W), product[r]);
+                else sum[r] = vi_add(sum[r], value[r]););
             put_parts(x, i + lane * W, value[0], value[1], value[2], value[3]);
         }
-    float total[KV_QUAD]; /* exact: at most 512 * 32639 < 2^24 */
-    KV(vf_sum4)(vi_to_float(sum[0]), vi_to_float(sum[1]), vi_to_float(sum[2]), vi_to_float(sum[3]), total);
+    float total[KV_QUAD]; /* exact: at most 512 * 32639 < 2^24, or 512 * 127 * 32 < 2^21 */
+    if (!zeros) KV_FOR4(r, KV_QUAD, product[r] = vi_to_float(sum[r]););
+    KV(vf_sum4)(product[0], product[1], product[2], product[3], total);
     KV_FOR4(r, num_rows, sums[r] = (int32_t)total[r];);
 }
 
@@ -198,8 +210,8 @@ static inline __attribute__((always_inline)) void KV(prepare_integer)(
     for (int row = 0; row < num_rows; row += KV_QUAD) {
         const int quad_rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
         KV(find_units)(rows + row * n, n, quad_rows, factor, queries->inverse + row, queries->scale + row);
-        KV(put_activations)(rows + row * n, n, quad_rows, n, queries->inverse + row, queries->parts + row * n * 2,
-                            queries->sum + row, 0);
+        KV(put_activations)(rows + row * n, n, quad_rows, n, queries->inverse + row, queries->parts + row * n * KV_PARTS,
+                            queries->sum + row, 0, NULL);
         for (int r = 0; r < quad_rows; r++) queries->sum[row + r] *= bias;
     }
 }
@@ -213,7 +225,22 @@ typedef struct {
     int32_t sum[KV_QUAD]; /* as in kv_queries */
     KV_ALIGNED float rows[KV_QUAD * KV_MAX_HEAD_DIM];
     KV_ALIGNED int8_t parts[KV_QUAD * KV_MAX_HEAD_DIM * 2];
+    KV_ALIGNED float zeros[KV_MAX_HEAD_DIM]; /* of KV_OWN_BITS: the middle of each channel's codes */
 } KV(folded);
+
+/* Whether keys with channel scales are read as codes of as many bits as their line has. */
+#define KV_OWN_BITS(dtype) (KV_FAST && (dtype) == KV_INT4)
+
+/* The middle of the codes of each channel, of as many bits as its line has. */
+static inline void KV(put_zeros)(const kv_key_order *order, int padded_dim, float *zeros)
+{
+    for (int u = 0; u < padded_dim / KV_UNIT; u++) {
+        const int lines[4] = {order->wide[u], order->even[2 * u], order->even[2 * u + 1], order->narrow[u]};
+        const float middles[4] = {(float)(16 << order->more[u]), 8.0f, 8.0f, (float)(4 >> order->more[u])};
+        for (int i = 0; i < 4; i++)
+            for (int j = 0; j < 4; j++) zeros[4 * lines[i] + j] = middles[i];
+    }
+}
 
 /* Scales of W channels of a key block; `unit` is 2^-16 times the block's unit. */
 static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit)
@@ -224,7 +251,7 @@ static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit)
 /* The shifts of a quad's scores; and with channel scales the rows times these, with the factors that make them activations. */
 static inline __attribute__((always_inline)) void KV(fold_statistics)(
     const kv_side *side, const char *block, const kv_key_order *order, const kv_queries *queries, int row, const int num_rows,
-    float *products, float *shifts, float *inverse, float *scale_of)
+    float *products, float *shifts, float *inverse, float *scale_of, const float *zeros)
 {
     const uint16_t *means = (const uint16_t *)(block + side->means), *scales = (const uint16_t *)(block + side->channels);
     const ptrdiff_t n = side->padded_dim;
@@ -237,8 +264,9 @@ static inline __attribute__((always_inline)) void KV(fold_statistics)(
         const vf unit = vf_set1(KV(unit_of)(scales) * 0x1p-16f), bias = vf_set1((float)KV_KEY_BIAS(side->dtype));
         for (ptrdiff_t i = 0; i < n; i += W) {
             const ptrdiff_t at = KV_CHANNEL_AT(order, side->dtype, i);
-            const vf scale = KV(load_channel_scales)(scales + at, unit);
+            vf scale = KV(load_channel_scales)(scales + at, unit);
             const vf mean = vf_fma(scale, bias, vf_load_float16(means + at));
+            if (KV_OWN_BITS(side->dtype)) scale = vf_mul(scale, vf_div(bias, vf_load(zeros + at)));
             KV_FOR4(r, num_rows,
                 const vf x = vf_load(rows + r * n + at), product = vf_mul(x, scale);
                 shift[r] = vf_fma(x, mean, shift[r]);
@@ -263,10 +291,13 @@ static inline __attribute__((always_inline)) void KV(fold_rows)(
     KV(folded) *folded)
 {
     const ptrdiff_t n = side->padded_dim;
-    KV(fold_statistics)(side, block, order, queries, row, num_rows, folded->rows, folded->shift, folded->inverse, folded->scale);
+    const int own_bits = KV_OWN_BITS(side->dtype) && side->channels;
+    if (own_bits) KV(put_zeros)(order, side->padded_dim, folded->zeros);
+    KV(fold_statistics)(side, block, order, queries, row, num_rows, folded->rows, folded->shift, folded->inverse, folded->scale,
+                        folded->zeros);
     if (!side->channels) return;
-    KV(put_activations)(folded->rows, n, num_rows, n, folded->inverse, folded->parts, folded->sum, 0);
-    for (int r = 0; r < num_rows; r++) folded->sum[r] *= KV_KEY_ZERO(side->dtype);
+    KV(put_activations)(folded->rows, n, num_rows, n, folded->inverse, folded->parts, folded->sum, 0, own_bits ? folded->zeros : NULL);
+    for (int r = 0; !own_bits && r < num_rows; r++) folded->sum[r] *= KV_KEY_ZERO(side->dtype);
 }
 
 /* `order` is that of the block's lines, if it has channel scales. */

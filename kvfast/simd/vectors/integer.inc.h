@@ -15,7 +15,7 @@ static inline __attribute__((always_inline)) void KV(dot_lines)(
     const int dtype, const int8_t *x, const int rows, const int vectors, const char *ahead, const int level,
     vi out[KV_QUAD][4])
 {
-    const int at_once = dtype == KV_INT8 ? KV_INT8_LINES : 1, fetched = (vectors * W + KV_LANES - 1) / KV_LANES * at_once;
+    const int at_once = dtype == KV_INT8 ? KV_INT8_LINES(rows) : 1, fetched = (vectors * W + KV_LANES - 1) / KV_LANES * at_once;
     vacc a[KV_QUAD][4], b[KV_QUAD][4]; /* [rows][vectors]; 4 because KV_FOR4 names them all */
     KV_FOR4(r, rows, KV_FOR4(v, vectors, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
     do {
@@ -29,13 +29,14 @@ static inline __attribute__((always_inline)) void KV(dot_lines)(
             } else {
                 vcodes stored[4];
                 KV_FOR4(v, vectors, stored[v] = KV_STORED(0););
-                if (dtype == KV_INT4) KV_MULTIPLY_LINES(vcodes_low(stored[v]), x, vcodes_low(vcodes_shift(stored[v])), x + 8 * KV_QUAD);
-                else KV_MULTIPLY_LINES(vcodes_levels(stored[v]), x, vcodes_levels(vcodes_shift(stored[v])), x + 8 * KV_QUAD);
+                const int8_t *y = x + KV_QUAD_BYTES;
+                if (dtype == KV_INT4) KV_MULTIPLY_LINES(vcodes_low(stored[v]), x, vcodes_low(vcodes_shift(stored[v])), y);
+                else KV_MULTIPLY_LEVELS(vcodes_levels(stored[v]), x, vcodes_levels(vcodes_shift(stored[v])), y);
             }
 #undef KV_STORED
             codes += 64 * at_once;
             ahead += fetched * 64;
-            x += 2 * KV_QUAD * KV_DEPTHS(dtype) * at_once;
+            x += KV_QUAD_BYTES / 4 * KV_DEPTHS(dtype) * at_once;
         }
         lines -= here;
     } while (gather && lines > 0);
@@ -132,7 +133,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
             if (!ready) {
                 memset(left + num_rows * n, 0, (size_t)((KV_QUAD - num_rows) * n) * sizeof(float));
                 KV(leave_rounding)(rows, n, num_rows, n, inverse, left);
-                KV(put_activations)(left, n, KV_QUAD, n, ones, parts, sums, 0);
+                KV(put_activations)(left, n, KV_QUAD, n, ones, parts, sums, 0, NULL);
                 if (channels) KV(read_key_order)((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, &order);
                 ready = 1;
             }
@@ -185,12 +186,12 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     const int channels = statistics == KV_CHANNELS;
     const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype);
     const int lanes = kv_whole_lanes(tile->count);
-    const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
+    const float error = KV_FAST ? 0.0f : KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
     KV_LOAD_LEVELS
     kv_key_order orders[KV_TILE / KV_LANES]; /* of the tile's blocks */
     KV(folded) *const folded = KV_IN(queries->room->pass, KV(folded));
     for (int row = 0; row < num_rows; row += KV_QUAD) {
-        const int8_t *x = channels ? folded->parts : queries->parts + row * (side->padded_dim * 2);
+        const int8_t *x = channels ? folded->parts : queries->parts + row * side->padded_dim * KV_PARTS;
         const float *scales = channels ? folded->scale : queries->scale + row;
         const int32_t *sums = channels ? folded->sum : queries->sum + row;
         const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
@@ -206,7 +207,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
                 KV(read_key_order)((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, order);
             if (statistics && (lane == 0 || slot == 0))
                 KV(fold)(side, tile->base + *block, channels ? order : NULL, queries, row, rows, folded);
-            if (lane == 0 || (channels && slot == 0)) {
+            if (!KV_FAST && (lane == 0 || (channels && slot == 0))) {
                 counts = 0;
                 for (int r = 0; r < rows; r++) counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;
                 first_block = block, first = lane, first_slot = slot;
@@ -230,7 +231,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             KV_EACH_QUAD(rows, vectors, KV_QUAD_SCORES)
             lane += vectors * W;
             slot += vectors * W;
-            if (counts && (lane == lanes || (channels && slot == side->block_size)))
+            if (!KV_FAST && counts && (lane == lanes || (channels && slot == side->block_size)))
                 refine(side, channels ? folded->rows : queries->rows + row * side->padded_dim,
                        channels ? folded->inverse : queries->inverse + row, scales, queries->most + row, error,
                        rows, tile, first_block, first_slot, first, lane, scores + row * KV_TILE, queries->room);
@@ -299,7 +300,7 @@ static inline __attribute__((always_inline)) void KV(refine_values)(
     KV(fold_weights)(&values, weights, rows, folded, inverse, unit, dtype);
     memset(left, 0, KV_QUAD * KV_TILE * sizeof(float));
     KV(leave_carried)(folded, KV_TILE, rows, values.tokens, inverse, left);
-    KV(put_activations)(left, KV_TILE, KV_QUAD, values.tokens, ones, parts, sums, 0);
+    KV(put_activations)(left, KV_TILE, KV_QUAD, values.tokens, ones, parts, sums, 0, NULL);
     for (int lane = 0; lane < side->padded_dim; lane += W) {
         const char *codes = values.base + values.first + lane / KV_LANES * values.tile_bytes + lane % KV_LANES * 4;
         vi out[KV_QUAD][4];
@@ -329,15 +330,15 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
         const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
         float folded[KV_QUAD * KV_TILE], inverse[KV_QUAD];
         KV(fold_weights)(&values, state->weights + row * KV_TILE, rows, folded, inverse, scales + row, dtype);
-        KV(put_activations)(folded, KV_TILE, rows, values.tokens, inverse, parts + row * (KV_TILE * 2), sums + row, 1);
+        KV(put_activations)(folded, KV_TILE, rows, values.tokens, inverse, parts + row * KV_TILE * KV_PARTS, sums + row, 1, NULL);
         for (int r = row; r < row + rows; r++) {
             sums[r] *= KV_BIAS(dtype);
-            state->noise[r] += KV(noise_of)(scales[r], KV_CODE_SIZE(dtype), state->seen[r]);
+            if (!KV_FAST) state->noise[r] += KV(noise_of)(scales[r], KV_CODE_SIZE(dtype), state->seen[r]);
         }
     }
     KV_LOAD_LEVELS
     for (int row = 0; row < num_rows; row += KV_QUAD) {
-        const int8_t *x = parts + row * (KV_TILE * 2);
+        const int8_t *x = parts + row * KV_TILE * KV_PARTS;
         const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
         for (int lane = 0; lane < side->padded_dim;) {
             const char *codes = values.base + values.first + lane / KV_LANES * values.tile_bytes + lane % KV_LANES * 4;
@@ -358,7 +359,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
             KV_EACH_QUAD(rows, vectors, KV_QUAD_VALUES)
             lane += vectors * W;
         }
-        if (state->refined >> row)
+        if (!KV_FAST && state->refined >> row)
             refine(side, tile, state->weights + row * KV_TILE, rows, state->refined >> row, acc + row * side->padded_dim, state->room);
     }
     kv_prefetch_end(ahead);

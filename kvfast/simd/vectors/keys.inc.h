@@ -52,11 +52,22 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
 #define KV_SHIFTED(dword, bits) ((dword) << (bits))
 #endif
 
+#if W == 16
+#define KV_SHIFTED_DOWN(dword, bits) ((KV(dwords))_mm512_srlv_epi32((vi)(dword), vi_set1((int)(bits))))
+#else
+#define KV_SHIFTED_DOWN(dword, bits) ((dword) >> (bits))
+#endif
+
 /* Calls use(line, codes, line, codes) for each two of the four lines of unit u: `low` is a dword of its first 64 bytes, `high` of
-   INT4 one of the second, of INT3 one of the nibbles. */
-#define KV_EACH_KEY_LINES(dtype, order, u, low, high, use)                                                                      \
+   INT4 one of the second, of INT3 one of the nibbles. With `own_bits` codes have as many bits as their line. */
+#define KV_EACH_KEY_LINES(dtype, own_bits, order, u, low, high, use)                                                            \
     do {                                                                                                                        \
-        if (dtype == KV_INT4) {                                                                                                 \
+        if (own_bits) {                                                                                                         \
+            const kv_key_bytes *shared = kv_key_shares + order->more[u];                                                        \
+            use(order->even[2 * u], (low) >> 4 & 0x0F0F0F0F, order->even[2 * u + 1], (low) & 0x0F0F0F0F);                       \
+            use(order->wide[u], KV_SHIFTED_DOWN((high) & shared->wide, 8 - shared->shift), order->narrow[u],                    \
+                (high) & ~shared->wide);                                                                                        \
+        } else if (dtype == KV_INT4) {                                                                                          \
             const kv_key_bytes *shared = kv_key_shares + order->more[u];                                                        \
             use(order->even[2 * u], (low) & 0xF0F0F0F0, order->even[2 * u + 1], (low) << 4 & 0xF0F0F0F0);                       \
             use(order->wide[u], (high) & shared->wide, order->narrow[u], KV_SHIFTED(high, shared->shift) & shared->narrow);     \
@@ -83,28 +94,20 @@ static inline __attribute__((always_inline)) void KV(dot_key_units)(
             const char *at = unit + v * W / KV_LANES * tile_bytes;
             low[v] = (KV(dwords))vcodes_load(at + 4 * lane);
             high[v] = dtype == KV_INT4 ? (KV(dwords))vcodes_load(at + 64 + 4 * lane) : (KV(dwords))KV(load_nibbles)(at + 64, lane););
-#define KV_BYTES(codes) (dtype == KV_INT4 ? vcodes_bytes((vcodes)(codes)) : (vcodes)(codes))
+#define KV_BYTES(codes) (dtype == KV_INT4 && !KV_OWN_BITS(dtype) ? vcodes_bytes((vcodes)(codes)) : (vcodes)(codes))
 #ifdef vpair /* the activations are in this order, see channel_at */
 #define KV_MULTIPLY(line, codes, other, more)                     \
     do {                                                          \
         KV_MULTIPLY_LINES(KV_BYTES(codes), x, KV_BYTES(more), x); \
-        x += 16 * KV_QUAD;                                        \
+        x += 2 * KV_QUAD_BYTES;                                        \
     } while (0)
 #else
-#define KV_MULTIPLY_KEYS(line, codes)                                   \
-    do {                                                                \
-        const int8_t *y = x + (size_t)(line) * (8 * KV_QUAD);           \
-        KV_MULTIPLY_LINE(KV_BYTES(codes), y);                           \
-    } while (0)
-#define KV_MULTIPLY(line, codes, other, more)                           \
-    do {                                                                \
-        KV_MULTIPLY_KEYS(line, codes);                                  \
-        KV_MULTIPLY_KEYS(other, more);                                  \
-    } while (0)
+#define KV_MULTIPLY(line, codes, other, more)                                                                  \
+    KV_MULTIPLY_LINES(KV_BYTES(codes), x + (size_t)(line) * KV_QUAD_BYTES, KV_BYTES(more),          \
+                      x + (size_t)(other) * KV_QUAD_BYTES)
 #endif
-        KV_EACH_KEY_LINES(dtype, order, u, low[v], high[v], KV_MULTIPLY);
+        KV_EACH_KEY_LINES(dtype, KV_OWN_BITS(dtype), order, u, low[v], high[v], KV_MULTIPLY);
 #undef KV_MULTIPLY
-#undef KV_MULTIPLY_KEYS
 #undef KV_BYTES
     }
     KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = KV_TOTAL(a[r][v], b[r][v]);););

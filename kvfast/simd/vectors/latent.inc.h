@@ -96,14 +96,3 @@ static __attribute__((noinline)) void KV(accumulate_transposed)(
     else KV(transpose_tile)(side, tile, transposed);
     KV(accumulate_int8)(&transposed->side, state, num_rows, &transposed->tile, &transposed->ahead, acc);
 }
-
-static void KV(accumulate_latent)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
-                                  const kv_ahead *ahead, float *acc)
-{
-    switch (side->dtype) {
-    case KV_FLOAT32: KV(accumulate_float32)(side, state, num_rows, tile, ahead, acc); break;
-    case KV_FLOAT16: KV(accumulate_float16)(side, state, num_rows, tile, ahead, acc); break;
-    case KV_BFLOAT16: KV(accumulate_bfloat16)(side, state, num_rows, tile, ahead, acc); break;
-    default: KV(accumulate_transposed)(side, state, num_rows, tile, ahead, acc);
-    }
-}

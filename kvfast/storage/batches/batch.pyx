@@ -239,6 +239,7 @@ cdef class PagedBatches(PagedSequences):
         self.pool.enter_reading()
         try:
             self._check_batch(storages, block_table, seq_lens)
+            options.read_as(self.reads_as)
             request = open_request(&self.pool.layouts[number], q, options, None, rope_q)
             return run_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q, cascade))
         finally:
@@ -253,6 +254,7 @@ cdef class PagedBatches(PagedSequences):
         self.pool.enter_reading()
         try:
             self._check_batch(storages, block_table, seq_lens)
+            options.read_as(self.reads_as)
             request = open_request(&self.pool.layouts[number], rows, options)
             return explain_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q, cascade),
                                 str(self.pool.formats[number]))

@@ -12,6 +12,7 @@ cdef class PagedSequences:
     cdef list given                    # (num_blocks,) the table that slot_mapping gave a block's slots out for, or None,
     cdef Py_ssize_t *given_at          # and the block's index in it
     cdef BlockTable kind               # an empty table, as those of sequences are
+    cdef int reads_as                  # a kv_precision, of calls of batches that name none, and of new sequences
     cdef SchedulerBlocks scheduler     # what another scheduler has written, or None if its blocks hold all of their tokens
 
     cdef int evict_all(self) except -1

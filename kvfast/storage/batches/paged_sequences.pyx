@@ -6,6 +6,7 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 
+from kvfast.core.kernels cimport parse_precision
 from kvfast.storage.batches.scheduler_blocks cimport SchedulerBlocks
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.memory.prefix_index cimport PrefixIndex
@@ -13,6 +14,7 @@ from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 
 from kvfast.core.checks import check_block_size
+from kvfast.core.kernels import name_of_precision
 
 
 cdef int check_all_open(list tables) except -1:
@@ -41,6 +43,15 @@ cdef class PagedSequences:
 
     def __dealloc__(self):
         free(self.given_at)
+
+    @property
+    def precision(self):
+        """As of `SequenceTables`."""
+        return name_of_precision(self.reads_as)
+
+    @precision.setter
+    def precision(self, name):
+        self.reads_as = parse_precision(name)
 
     def new_table(self):
         """An empty table, for `start` or `fork`."""

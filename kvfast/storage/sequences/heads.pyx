@@ -240,6 +240,7 @@ def attend_heads(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, 
         if context.length == table.evicted:
             raise ValueError("the cache holds no tokens to attend to")
         part = heads_of(table.pool, head, count)
+        options.read_as(storage.reads_as)
         request = open_request(&part.layout, q, options)
         request.c.window = context.length - table.evicted
         plan = open_plan(request, &part.layout, table.pool.workspace, 1)

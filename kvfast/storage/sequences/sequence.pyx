@@ -104,6 +104,7 @@ cdef class SequenceStorage(SequenceTables):
         self.enter_reading()
         try:
             self._check_unchanged(index, table.lengths[layer] + self.base, options)
+            options.read_as(self.reads_as)
             request = open_request(&table.pool.layouts[layer], q, options, sink_q, rope_q)
             return run_plan(request, self._plan(index, table, layer, request))
         finally:
@@ -135,6 +136,7 @@ cdef class SequenceStorage(SequenceTables):
         self.enter_reading()
         try:
             self._check_unchanged(index, table.lengths[layer] + self.base, options)
+            options.read_as(self.reads_as)
             request = open_request(&table.pool.layouts[layer], rows, options)
             return explain_plan(request, self._plan(index, table, layer, request), str(table.pool.formats[layer]))
         finally:
@@ -351,8 +353,10 @@ cdef class SequenceStorage(SequenceTables):
 
     def _like(self, tables):
         """A storage with these tables instead of its own."""
-        return SequenceStorage([tables[table] for table in self.tables],
-                              [(tables[table], layer) for table, layer in self.layer_tables], self.max_seq_len, self.checkpoints)
+        other = SequenceStorage([tables[table] for table in self.tables],
+                                [(tables[table], layer) for table, layer in self.layer_tables], self.max_seq_len, self.checkpoints)
+        other.precision = self.precision
+        return other
 
     def restore(self, SequenceStorage other, begin=None, then=None):
         """Become equal to a storage with the same settings: share its blocks, or copy those of another pool. `begin` is called

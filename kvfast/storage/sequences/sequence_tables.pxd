@@ -11,6 +11,7 @@ cdef class SequenceTables:
     cdef readonly list tables          # of BlockTable: one for each group of layers with the same window and shape
     cdef list layer_tables             # (table, layer in it) for each layer
     cdef readonly Py_ssize_t num_layers
+    cdef int reads_as                  # a kv_precision, of calls that name none
     cdef list segments                 # of a spliced sequence, without the tokens since; else None
     cdef Py_ssize_t base               # position of a token, less its position in `tables`; 0 unless the sequence is spliced
     cdef object ropes                  # of a spliced sequence, as in `splicing.splice`

@@ -8,11 +8,13 @@ from libc.stdint cimport int64_t
 
 from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.checks cimport check_layer
+from kvfast.core.kernels cimport parse_precision
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.sequences.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, rotated_keys
 from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.core.interchange import aligned
+from kvfast.core.kernels import name_of_precision
 
 
 cdef tuple _shape_of(BlockTable table):
@@ -265,6 +267,15 @@ cdef class SequenceTables:
     @property
     def secure(self):
         return bool((<BlockTable>self.tables[0]).pool.secure)
+
+    @property
+    def precision(self):
+        """The precision of calls that name none; None: that of the process."""
+        return name_of_precision(self.reads_as)
+
+    @precision.setter
+    def precision(self, name):
+        self.reads_as = parse_precision(name)
 
     @property
     def block_size(self):

@@ -38,7 +38,7 @@ cdef class Layer:
 
     def attend(self, float[:, :, :] q, float[:, :, :] out, Py_ssize_t chunk=0, Py_ssize_t[:, ::1] spans=None, Py_ssize_t num_spans=0,
                bint clamp=False, bint not_causal=False, Py_ssize_t[::1] parents=None, Py_ssize_t num_parents=0,
-               const int64_t[:, :, ::1] chosen=None, Py_ssize_t num_chosen=0, int run=0):
+               const int64_t[:, :, ::1] chosen=None, Py_ssize_t num_chosen=0, int run=0, int precision=0):
         """The queries of tokens that are there; `num_spans`, `num_parents` and `num_chosen` may be wrong."""
         cdef capi.kvfast_rows queries = _rows(q), target = _rows(out)
         cdef capi.kvfast_options options
@@ -48,7 +48,7 @@ cdef class Layer:
         options.not_causal, options.num_parents = not_causal, num_parents
         if parents is not None:
             options.parents, options.num_parents = &parents[0], parents.shape[0]
-        options.num_chosen, options.chosen_run = num_chosen, run
+        options.num_chosen, options.chosen_run, options.precision = num_chosen, run, precision
         if chosen is not None:
             options.chosen, options.chosen_heads, options.num_chosen = &chosen[0, 0, 0], chosen.shape[1], chosen.shape[2]
         if spans is not None:

@@ -1,0 +1,2 @@
+#define KV_FAST 1
+#include "avx512.c"

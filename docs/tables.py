@@ -153,10 +153,27 @@ def cycles():
     """Cycles of a tile of keys on ARM processors, by LLVM's models of them."""
     found, columns = {}, {}
     for one in load("cycles")["results"]:
+        if not one["tier"].startswith("neon") or one["precision"] == "fast" or one["keys"].startswith("values"):
+            continue
         columns[one["core"] + (", matrix products" if one["tier"] != "neon_dotprod" else ", dot products")] = None
         place = f"`{one['keys']}`", f"{one['rows']}"
         found.setdefault(place, []).append(f"{one['cycles']:,} ({one['bound']})")
     return _table(["keys", "query rows", *columns], [[*place, *cells] for place, cells in found.items()])
+
+
+def fast_cycles():
+    """Cycles of a tile in both precisions, by the same models."""
+    found, columns = {}, {}
+    for one in load("cycles")["results"]:
+        if one["tier"] in ("neon_i8mm", "neon_bf16") or one["keys"] == "bfloat16":
+            continue
+        core = f"{one['core']}, `{one['tier']}`"
+        columns[core] = None
+        found.setdefault((f"`{one['keys']}`".replace("`values of int4`", "values of `int4`"), f"{one['rows']}"), {}).setdefault(
+            core, []
+        ).append(f"{one['cycles']:,}")
+    rows = [[*place, *(" to ".join(cells.get(core, ["-"])) for core in columns)] for place, cells in found.items()]
+    return _table(["", "query rows", *columns], rows)
 
 
 def compression():
@@ -340,7 +357,21 @@ def _reason(text):
 
 TABLES = {
     function.__name__: function
-    for function in (memory, dtypes, kernels, cycles, accuracy, texts, retrieval, compression, speed, precision, peers, architectures)
+    for function in (
+        memory,
+        dtypes,
+        kernels,
+        cycles,
+        fast_cycles,
+        accuracy,
+        texts,
+        retrieval,
+        compression,
+        speed,
+        precision,
+        peers,
+        architectures,
+    )
 }
 TABLES["speed_zen5"] = partial(speed, "decode_zen5")
 

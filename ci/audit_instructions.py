@@ -144,7 +144,7 @@ def functions_of_regions():
 
 def tier_of(symbol, regions):
     """Tier of a function by its symbol, or None."""
-    base = symbol.split("@")[0].split(".")[0]
+    base = symbol.split("@")[0].split(".")[0].removesuffix("_fast")  # a precision of the tier
     for tier in sorted(TIERS, key=len, reverse=True):
         if base.endswith(f"_{tier}"):
             name = base.removesuffix(f"_{tier}")

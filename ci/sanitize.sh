@@ -19,7 +19,9 @@ cat >"$work/cc" <<'END'
 #!/usr/bin/env bash
 kept=()
 for word; do
-    [[ $word != *simd/tiers/*.c ]] || { [[ " $TESTED " == *" all "* || " $TESTED " == *" $(basename "$word" .c) "* ]] && level=-O1 || plain=1; }
+    [[ $word == *simd/tiers/*.c ]] || continue
+    tier=$(basename "$word" .c)
+    [[ " $TESTED " == *" all "* || " $TESTED " == *" ${tier#fast_} "* ]] && level=-O1 || plain=1
 done
 for word; do [[ ${plain:-} && " $KVFAST_CFLAGS " == *" $word "* ]] || kept+=("$word"); done
 exec gcc "${kept[@]}" ${level:-}

@@ -87,7 +87,7 @@ class Case:
     def __init__(self, seed, number, loud=False):
         self.rng, self.number, self.loud = np.random.default_rng([seed, number]), number, loud
         # For choices that came later, so that the others stay the same.
-        self.later, self.widths, self.newest = (np.random.default_rng([seed, number, i]) for i in (1, 2, 3))
+        self.later, self.widths, self.newest, self.precision = (np.random.default_rng([seed, number, i]) for i in (1, 2, 3, 4))
         self.calls, self.log = 0, []
 
     def note(self, *did):

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from dict_store import DictStore
 from fuzz_inputs import as_given, often, one_of, random_choice, told
-from fuzz_oracle import Finding, check_output, contract, exact_attention, from_storage, norms, open_tokens
+from fuzz_oracle import Finding, allowed, check_output, contract, exact_attention, from_storage, norms, open_tokens
 from fuzz_refusals import check_uncounted
 
 import kvfast
@@ -15,7 +15,7 @@ import kvfast
 STEPS = [1, 1, 1, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 64, 65, 100]
 LARGE_STEPS = [128, 200, 257, 700]
 SOFTCAPS = [0.5, 2, 15, 30, 50, 300, 1e3, 1e4, 1e5]
-NO_DIFFERENCE = "return_lse", "num_splits", "num_threads"  # options that change nothing of what is computed
+NO_DIFFERENCE = "return_lse", "num_splits", "num_threads", "precision"  # options that change nothing of what is computed, but bits
 FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
@@ -105,6 +105,8 @@ class World:
             options["num_splits"] = int(rng.integers(1, 9))
         if often(rng, 0.2):
             options["num_threads"] = int(rng.integers(1, 4))
+        if often(self.case.precision, 0.15):
+            options["precision"] = str(one_of(self.case.precision, ["fast", "fast", "exact"]))
         return options
 
     takes_windows = takes_spans = takes_chosen = True
@@ -188,19 +190,19 @@ class World:
         if self.windows and self.windows[layer]:
             exact_options.setdefault("sliding_window", self.windows[layer])
             exact_options.setdefault("num_sink_tokens", self.num_sink_tokens)
-        limit = contract(track.sides[layer])
+        limit, fast = contract(track.sides[layer]), options.get("precision") == "fast"
         suffix = self.where(layer) + (", softcap" if options.get("softcap", 0) >= 300 else "")
         shows_all = self.shows_all(positions, at[0], exact_options)
         if shows_all and self.reads_what_is_shown(track, layer, at):
             exact = exact_attention(q, *self.sides_of(k, v), positions, at, **exact_options)
-            check_output(out, lse, exact, limit, f"attend is not attention over k() and v() | {suffix}", out_dtype=out_dtype)
+            check_output(out, lse, exact, limit, f"attend is not attention over k() and v() | {suffix}", out_dtype=out_dtype, fast=fast)
             if often(self.rng, 0.6):
                 return
         if not shows_all:
             positions = np.arange(length)
-        self.verify_given(track, layer, q, out, positions, exact_options, out_dtype, suffix)
+        self.verify_given(track, layer, q, out, positions, exact_options, out_dtype, suffix, fast)
 
-    def verify_given(self, track, layer, q, out, positions, options, out_dtype, where):
+    def verify_given(self, track, layer, q, out, positions, options, out_dtype, where, fast):
         """Hold an output to exact attention over what was given at some positions, within what storage may have changed of it."""
         limit, length = contract(track.sides[layer]), track.layer_length(layer)
         errors = [track.reach(layer, values, positions) for values in (False, True)]
@@ -208,9 +210,9 @@ class World:
         exact = exact_attention(q, *self.sides_of(given_k, given_v), positions, np.arange(length - len(q), length), **options)
         scale = options.get("scale") or self.default_scale
         more, factor = from_storage(exact, q, *self.errors_of(*errors), scale)
-        more = more + (factor - 1) * (limit * np.maximum(1, exact.largest / 16) * exact.norm + norms(exact.out))
+        more = more + (factor - 1) * (allowed(exact, limit, fast=fast)[0] + norms(exact.out))
         if factor.max(initial=1) < 100:
-            check_output(out, None, exact, limit, f"attend is not attention over what was given | {where}", more, out_dtype)
+            check_output(out, None, exact, limit, f"attend is not attention over what was given | {where}", more, out_dtype, fast)
 
     @property
     def default_scale(self):

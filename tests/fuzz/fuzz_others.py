@@ -94,7 +94,7 @@ class PlainWorld(World):
                 raise
             return
         out, lse = got if options.pop("return_lse", False) else (got, None)
-        for name in ("num_splits", "num_threads"):
+        for name in ("num_splits", "num_threads", "precision"):
             options.pop(name, None)
         exact = exact_attention(exact_q, kept_k, kept_v, np.arange(length), np.arange(length - n, length), **options)
         limit = 1e-5 if k.dtype == v.dtype == np.float32 else 1e-3

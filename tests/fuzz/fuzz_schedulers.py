@@ -184,4 +184,5 @@ class PreparedWorld(PoolWorld):
             elif often(rng, 0.1):  # what has the bits of a cache is as right as that
                 exact_options = {name: value for name, value in options.items() if name not in NO_DIFFERENCE}
                 positions = np.arange(held.track.layer_length(layer))
-                self.verify_given(held.track, layer, query, out, positions, exact_options, "float32", self.where(layer))
+                fast = options.get("precision") == "fast"
+                self.verify_given(held.track, layer, query, out, positions, exact_options, "float32", self.where(layer), fast)

@@ -135,11 +135,12 @@ class SplicedWorld(SingleWorld):
     def check_shown(self, cache, layer, q, got, options):
         """Attention is that over the rows that the cache shows."""
         out, lse = got if isinstance(got, tuple) else (got, None)
+        fast = options.get("precision") == "fast"
         options = {name: value for name, value in options.items() if name not in NO_DIFFERENCE}
         length = len(cache)
         exact = exact_attention(q, cache.k(layer), cache.v(layer), np.arange(length), np.arange(length - len(q), length), **options)
         limit = contract([Side(self.formats[layer], False), Side(self.formats[layer], True)])
-        check_output(out, lse, exact, 2 * limit, "attend is not attention over k() and v() | spliced")
+        check_output(out, lse, exact, 2 * limit, "attend is not attention over k() and v() | spliced", fast=fast)
 
     def convert(self, held):
         """Snapshots of spliced caches go where others go."""

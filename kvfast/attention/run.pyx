@@ -14,7 +14,7 @@ from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport check_stopped, kv_watch
-from kvfast.core.kernels cimport KV_FLOAT32, resolved
+from kvfast.core.kernels cimport FAST, KV_FLOAT32, active, kv_kernels, resolved
 from kvfast.core.scratch cimport give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each, threads_for
 from kvfast.core.wipe cimport kv_wipe_pages, kv_wipe_stack
@@ -104,7 +104,16 @@ cdef list _notes(Request request, Plan plan, int threads):
     if not layout.latent:
         sides[layout.v.head_dim] = sides.get(layout.v.head_dim, False) or layout.v.rotated
     return slow_paths.notes(sides, plan.work, threads, plan.call.num_tasks, request.num_threads, plan.packed,
-                            plan.uncounted if layout.seals and plan.uncounted > request.c.q.tokens else 0)
+                            plan.uncounted if layout.seals and plan.uncounted > request.c.q.tokens else 0,
+                            _stays_exact(layout, plan.call.kernels) if resolved(request.c.precision) == FAST else None)
+
+
+cdef object _stays_exact(const kv_layout *layout, const kv_kernels *kernels):
+    """The format of a layout if kernels of the fast precision are those of the exact one, else None."""
+    cdef const kv_kernels *exact = active()
+    if kernels.scores[layout.k.dtype] == exact.scores[layout.k.dtype] and (
+            layout.latent or kernels.accumulate[layout.v.dtype] == exact.accumulate[layout.v.dtype]):
+        return "/".join(dict.fromkeys([codes_name(layout.k.dtype), codes_name(values_of(layout).dtype)]))
 
 
 cdef tuple _kernels_of(const kv_layout *layout):

@@ -38,7 +38,7 @@ _logged: set[str] = set()
 _lock = threading.Lock()
 
 
-def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, uncounted=0):
+def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, uncounted=0, stays_exact=None):
     """The slow paths of a call of attend, each as (kind, text).
 
     Parameters
@@ -55,6 +55,8 @@ def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, unc
         Whether many queries are computed without the matrix unit because of the width of the codes.
     uncounted : int
         Tokens before those of the queries that stay float rows because they were never counted.
+    stays_exact : str or None
+        The format of a fast call that no fast kernel reads.
 
     Returns
     -------
@@ -81,6 +83,8 @@ def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, unc
                 ),
             )
         )
+    if stays_exact:
+        found.append(("exact", f"the tier {active_isa()} has no fast kernels for {stays_exact}: attention is exact"))
     if num_tasks < num_threads:
         found.append(
             (

@@ -118,6 +118,10 @@ def test_the_bits_do_not_depend_on_threads_batches_and_other_queries(isa, rng, n
         assert np.array_equal(shorter.attend(0, q[i : i + 1], precision="fast")[0], together[i])
 
 
+def told(cache):
+    return cache.explain(0, precision="fast").notes
+
+
 def test_float_rows_stay_exact(isa, rng):
     k, v = rng.standard_normal((2, 300, 2, 64)).astype(np.float32)
     q = rng.standard_normal((40, 8, 64)).astype(np.float32)
@@ -125,6 +129,8 @@ def test_float_rows_stay_exact(isa, rng):
         cache = filled(dtype, k, v)
         for n in (1, 40):
             assert np.array_equal(cache.attend(0, q[:n], precision="fast"), cache.attend(0, q[:n]))
+        assert any(f"no fast kernels for {dtype}" in note for note in told(cache))
+    assert any("no fast" in note for note in told(filled("int4", k, v))) == (kvfast.active_isa() not in FAST_TIERS)
     few = filled("int4", k[:12], v[:12])  # not yet codes
     assert np.array_equal(few.attend(0, q[:1], precision="fast"), few.attend(0, q[:1]))
 

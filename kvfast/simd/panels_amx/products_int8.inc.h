@@ -86,15 +86,15 @@ static inline void KV(hold)(const int8_t *x, ptrdiff_t part, int tiles)
 /* Whether products of operands of `parts` parts have a sum of low ones. */
 #define KV_HAS_LOW(parts) (!KV_FAST || (parts) == 2)
 
-#define MULTIPLY_TILE(x_high, x_low, codes)      \
-    do {                                         \
-        _tile_loadd(OPERAND, codes, 64);         \
-        _tile_dpbssd(SUM_HIGH, x_high, OPERAND); \
+#define MULTIPLY_TILE(x_high, x_low, codes)                  \
+    do {                                                     \
+        _tile_loadd(OPERAND, codes, 64);                     \
+        _tile_dpbssd(SUM_HIGH, x_high, OPERAND);             \
         if (!KV_FAST) _tile_dpbssd(SUM_LOW, x_low, OPERAND); \
-        if (parts == 2) {                        \
-            _tile_loadd(OPERAND, codes + part, 64);  \
-            _tile_dpbssd(SUM_LOW, x_high, OPERAND);  \
-        }                                        \
+        if (parts == 2) {                                    \
+            _tile_loadd(OPERAND, codes + part, 64);          \
+            _tile_dpbssd(SUM_LOW, x_high, OPERAND);          \
+        }                                                    \
     } while (0)
 
 /* Multiplies the held activations by a lane tile of operands, (parts, tiles, 16, 64) with `part` bytes between the

@@ -71,14 +71,14 @@ static inline __attribute__((always_inline)) void KV(dot_unit_lines)(
             KV_FOR4(v, vectors,
                     plane[v] = (KV(dwords))vcodes_load(unit + v * W / KV_LANES * tile_bytes + v * W % KV_LANES * 4););
 #define KV_NIBBLES (bits == 3 ? KV(load_nibbles)(unit + v * W / KV_LANES * tile_bytes + 64, v * W % KV_LANES) : (vcodes)plane[v])
-#define KV_MULTIPLY(line, nibbles)                                                                      \
-    do {                                                                                                \
-        const int8_t *y = x + (line) * KV_QUAD_BYTES;                                                   \
-        vwide wide[4];                                                                                  \
-        KV_FOR4(v, vectors,                                                                             \
-            const vcodes now = KV(line_of)(plane[v], nibbles, bits, line, levels);                      \
-            wide[v] = vcodes_widen(now););                                                              \
-        KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], y + 4 * KV_PARTS * r);););        \
+#define KV_MULTIPLY(line, nibbles)                                                                          \
+    do {                                                                                                    \
+        const int8_t *y = x + (line) * KV_QUAD_BYTES;                                                       \
+        vwide wide[4];                                                                                      \
+        KV_FOR4(v, vectors,                                                                                 \
+            const vcodes now = KV(line_of)(plane[v], nibbles, bits, line, levels);                          \
+            wide[v] = vcodes_widen(now););                                                                  \
+        KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], y + 4 * KV_PARTS * r););); \
     } while (0)
             KV_MULTIPLY(0, (vcodes)plane[v]);
             KV_MULTIPLY(1, (vcodes)plane[v]);

@@ -99,11 +99,11 @@ static inline __attribute__((always_inline)) void KV(dot_key_units)(
 #define KV_MULTIPLY(line, codes, other, more)                     \
     do {                                                          \
         KV_MULTIPLY_LINES(KV_BYTES(codes), x, KV_BYTES(more), x); \
-        x += 2 * KV_QUAD_BYTES;                                        \
+        x += 2 * KV_QUAD_BYTES;                                   \
     } while (0)
 #else
-#define KV_MULTIPLY(line, codes, other, more)                                                                  \
-    KV_MULTIPLY_LINES(KV_BYTES(codes), x + (size_t)(line) * KV_QUAD_BYTES, KV_BYTES(more),          \
+#define KV_MULTIPLY(line, codes, other, more)                                              \
+    KV_MULTIPLY_LINES(KV_BYTES(codes), x + (size_t)(line) * KV_QUAD_BYTES, KV_BYTES(more), \
                       x + (size_t)(other) * KV_QUAD_BYTES)
 #endif
         KV_EACH_KEY_LINES(dtype, KV_OWN_BITS(dtype), order, u, low[v], high[v], KV_MULTIPLY);

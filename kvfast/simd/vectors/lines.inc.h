@@ -3,10 +3,10 @@
    Tiers with products of matrices (vpair) make one of two lines, others two. Their activations are at `x` alone. */
 #ifdef vpair
 #define KV_INT8_LINES(rows) 2
-#define KV_MULTIPLY_LINES(first, x, second, y)                                                                   \
-    do {                                                                                                         \
-        vpair pair[4];                                                                                           \
-        KV_FOR4(v, vectors, pair[v] = vpair_of(first, second););                                                 \
+#define KV_MULTIPLY_LINES(first, x, second, y)                                                       \
+    do {                                                                                             \
+        vpair pair[4];                                                                               \
+        KV_FOR4(v, vectors, pair[v] = vpair_of(first, second););                                     \
         KV_FOR4(r, rows, KV_FOR4(v, vectors, vpair_dot(a[r][v], b[r][v], pair[v], (x) + 16 * r););); \
     } while (0)
 #define KV_MULTIPLY_INT8(load, x) KV_MULTIPLY_LINES(vcodes_bytes(load(0)), x, vcodes_bytes(load(1)), x)
@@ -45,11 +45,11 @@ static inline ptrdiff_t KV(channel_at)(const kv_key_order *order, int dtype, ptr
 #define KV_MULTIPLY_LINE(codes, x) KV_MULTIPLY_INTO(a, b, codes, x)
 /* Lines of levels, which have 8 bits. Where a row has one sum (KV_ONE_SUM), and products that add to it take long, a row alone has a
    sum for each line of two. */
-#define KV_MULTIPLY_LEVELS(first, x, second, y)                     \
-    do {                                                            \
-        KV_MULTIPLY_LINE(first, x);                                 \
+#define KV_MULTIPLY_LEVELS(first, x, second, y)                         \
+    do {                                                                \
+        KV_MULTIPLY_LINE(first, x);                                     \
         if (KV_ONE_SUM && rows == 1) KV_MULTIPLY_INTO(b, a, second, y); \
-        else KV_MULTIPLY_LINE(second, y);                           \
+        else KV_MULTIPLY_LINE(second, y);                               \
     } while (0)
 #ifdef KV_SHORT_CODES
 #define KV_MULTIPLY_LINES(first, x, second, y)                                                                    \

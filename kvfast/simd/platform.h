@@ -91,7 +91,9 @@
 #define KV_TIERS(TIER) KV_MATRIX_TIERS(TIER) KV_VECTOR_TIERS(TIER)
 
 /* TIER(name, exact) for each table of the fast precision, with that of the exact one; tiers/fast_*.c have them. */
-#if KV_X86
+#ifdef KV_MORE_KERNELS /* a library that does not have it, see tier.inc.h */
+#define KV_FAST_TIERS(TIER)
+#elif KV_X86
 #if KV_HAVE_AMX
 #define KV_FAST_MATRIX_TIERS(TIER) TIER(amx_fast, amx)
 #else

@@ -91,7 +91,7 @@ static inline __attribute__((always_inline)) void KV(add_codes)(
                 state->noise[row + r] += KV(noise_of)(units[r], KV_CODE_SIZE(type == GGML_TYPE_Q8_0 ? KV_INT8 : KV_INT4),
                                                       state->seen[row + r]) * 32 / n;
             }
-            KV(put_activations)(weights, KV_TILE, rows, whole, inverse, parts, sums, 1);
+            KV(put_activations)(weights, KV_TILE, rows, whole, inverse, parts, sums, 1, NULL);
             const kv_lines lines = {ahead.at + b * pieces * step, row == 0 ? step : 0};
             float *at = acc + (ptrdiff_t)row * n + b * 32;
 #define KV_ADD_BLOCK(R) KV(add_code_block)(values, stride, count, parts, sums, units, state->rescale + row, R, lines, at, n, type)

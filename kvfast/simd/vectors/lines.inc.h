@@ -32,14 +32,14 @@ static inline ptrdiff_t KV(channel_at)(const kv_key_order *order, int dtype, ptr
     do {                                                                                                       \
         vwide wide[4];                                                                                         \
         KV_FOR4(v, vectors, wide[v] = vcodes_widen(codes););                                                   \
-        KV_MULTIPLY_ROWS(a, b, wide, x);                                                                       \
+        KV_MULTIPLY_WIDE(a, b, wide, x);                                                                       \
     } while (0)
 #ifdef vquad_load /* activations of all rows in one register */
-#define KV_MULTIPLY_ROWS(a, b, wide, x)   \
+#define KV_MULTIPLY_WIDE(a, b, wide, x)   \
     const vquad quad = vquad_load(x);     \
     KV_FOR4(r, rows, KV_FOR4(v, vectors, vquad_dot(a[r][v], wide[v], quad, r);););
 #else
-#define KV_MULTIPLY_ROWS(a, b, wide, x) \
+#define KV_MULTIPLY_WIDE(a, b, wide, x) \
     KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], (x) + 4 * KV_PARTS * r););)
 #endif
 #define KV_MULTIPLY_LINE(codes, x) KV_MULTIPLY_INTO(a, b, codes, x)

@@ -43,10 +43,10 @@ class PagedSequence:
         self._pool, self._settings, self._table = pool, pool._settings, pool._batches.new_table()
         # If a later step fails, this storage releases the blocks that the table holds by then.
         layers = [(self._table, layer) for layer in range(pool.num_layers)]
-        self._storage, known = SequenceStorage([self._table], layers, None, pool._no_checkpoints), pool._known_states
+        states, precision, known = pool._no_checkpoints, pool._batches.precision, pool._known_states
+        self._storage = SequenceStorage([self._table], layers, None, states, precision)
         if known is not None:
             digests = digests[: known.last(digests)[0]]
-        self._storage.precision = pool._batches.precision
         pool._batches.start(self._table, digests)
         found = self._table.length
         # None after tokens came without ids: later blocks cannot be indexed by their tokens.

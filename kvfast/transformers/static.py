@@ -99,8 +99,8 @@ class KVFastStaticCache(Cache):
     Parameters
     ----------
     config : PretrainedConfig
-        Of the model. Its ``attn_implementation`` must be ``"kvfast_static"``. Layers have full attention or sliding windows. A window
-        saves no memory.
+        Configuration of the model. The ``attn_implementation`` must be ``"kvfast_static"``. Layers have full attention or
+        sliding windows. A window saves no memory.
     max_cache_len : int
         Most tokens of a row, padding included. Its memory is taken at the first tokens.
     dtype : str

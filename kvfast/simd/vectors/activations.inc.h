@@ -133,9 +133,9 @@ static unsigned KV(rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdi
     return rows;
 }
 
-/* Cuts up to KV_QUAD rows of n floats, times their inverse scales, into the activations that dot_quad reads; sums[r] is
-   the sum of row r, or of row r times `zeros` if that is not NULL. With `carry`, what the rounding leaves out is added to the next
-   float of the same lane, 16 floats on. */
+/* Cuts up to KV_QUAD rows of n floats, times their inverse scales, into the activations that dot_quad reads. sums[r] is the sum
+   of row r. With `zeros`, each activation counts as many times as its zero says. With `carry`, each rounding error is added to the
+   next float of the same lane, 16 floats on. */
 static inline __attribute__((always_inline)) void KV(put_activations)(
     const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse, int8_t *x, int32_t *sums,
     const int carry, const float *zeros)

@@ -45,9 +45,9 @@ cdef int check_held(BlockTable table, Plan plan, Py_ssize_t first_query) except 
 
 
 cdef class SequenceStorage(SequenceTables):
-    def __init__(self, list tables, list layer_tables, max_seq_len=None, checkpoints=None):
+    def __init__(self, list tables, list layer_tables, max_seq_len=None, checkpoints=None, precision=None):
         self.tables, self.layer_tables, self.max_seq_len, self.checkpoints = tables, layer_tables, max_seq_len, checkpoints
-        self.num_layers = len(layer_tables)
+        self.num_layers, self.precision = len(layer_tables), precision
 
     @property
     def max_seq_len(self):
@@ -103,9 +103,7 @@ cdef class SequenceStorage(SequenceTables):
         cdef Request request
         self.enter_reading()
         try:
-            self._check_unchanged(index, table.lengths[layer] + self.base, options)
-            options.read_as(self.reads_as)
-            request = open_request(&table.pool.layouts[layer], q, options, sink_q, rope_q)
+            request = self._request(index, table, layer, options, q, sink_q, rope_q)
             return run_plan(request, self._plan(index, table, layer, request))
         finally:
             self.leave_reading()
@@ -135,20 +133,20 @@ cdef class SequenceStorage(SequenceTables):
         cdef Request request
         self.enter_reading()
         try:
-            self._check_unchanged(index, table.lengths[layer] + self.base, options)
-            options.read_as(self.reads_as)
-            request = open_request(&table.pool.layouts[layer], rows, options)
+            request = self._request(index, table, layer, options, rows, None, None)
             return explain_plan(request, self._plan(index, table, layer, request), str(table.pool.formats[layer]))
         finally:
             self.leave_reading()
 
-    cdef int _check_unchanged(self, object index, Py_ssize_t held, Options options) except -1:
-        """Check that a layer holds tokens, and the number that queries were rotated for."""
+    cdef Request _request(self, object index, BlockTable table, Py_ssize_t layer, Options options, q, sink_q, rope_q):
+        """Open a request of a layer, which must hold tokens, and the number that queries were rotated for."""
+        cdef Py_ssize_t held = table.lengths[layer] + self.base
         if options.made_for >= 0 and options.made_for != held:
             raise RuntimeError(f"another thread has changed layer {index}: it held {options.made_for} tokens, and holds {held} now")
         if held == 0:
             raise ValueError(f"layer {index} holds no tokens to attend to")
-        return 0
+        options.read_as(self.reads_as)
+        return open_request(&table.pool.layouts[layer], q, options, sink_q, rope_q)
 
     cdef Plan _plan(self, object index, BlockTable table, Py_ssize_t layer, Request request):
         """What a request reads of a layer."""
@@ -353,10 +351,8 @@ cdef class SequenceStorage(SequenceTables):
 
     def _like(self, tables):
         """A storage with these tables instead of its own."""
-        other = SequenceStorage([tables[table] for table in self.tables],
-                                [(tables[table], layer) for table, layer in self.layer_tables], self.max_seq_len, self.checkpoints)
-        other.precision = self.precision
-        return other
+        return SequenceStorage([tables[table] for table in self.tables], [(tables[table], layer) for table, layer in self.layer_tables],
+                               self.max_seq_len, self.checkpoints, self.precision)
 
     def restore(self, SequenceStorage other, begin=None, then=None):
         """Become equal to a storage with the same settings: share its blocks, or copy those of another pool. `begin` is called

@@ -25,6 +25,22 @@ cdef class Chosen:
             most = max(most, self.counts[query, head])
         return most
 
+    cdef bint split(self, Py_ssize_t query, Py_ssize_t row, Py_ssize_t end, Py_ssize_t base) noexcept nogil:
+        """Give `row` those tokens before position `end` that a query still has, with positions from `base` on; False if there are none.
+        """
+        cdef Py_ssize_t head, count, first
+        cdef bint some = False
+        for head in range(self.c.heads):
+            first, count = self.firsts[query, head], 0
+            while count < self.counts[query, head] and self.positions[first + count] < end:
+                self.positions[first + count] -= base
+                count += 1
+            self.firsts[query, head] += count
+            self.counts[query, head] -= count
+            self.firsts[row, head], self.counts[row, head] = first, count
+            some = some or count > 0
+        return some
+
 
 cdef Chosen open_chosen(object given, Py_ssize_t run, const kv_call *call, Py_ssize_t num_queries):
     """Check what was chosen for queries that know what they see. `run`: each position stands for `run` tokens from it on."""
@@ -42,11 +58,13 @@ cdef Chosen open_chosen(object given, Py_ssize_t run, const kv_call *call, Py_ss
     array = check_integers(array, "chosen", np.int64, 3)
     array.sort(axis=2)
     view = array
-    self.c.heads, self.c.most = array.shape[1], array.shape[2] * run
-    self.positions, self.counts = np.empty((num_queries, self.c.heads, self.c.most), np.int64), np.zeros(array.shape[:2], np.int64)
-    self.c.positions, self.c.counts = &self.positions[0, 0, 0], &self.counts[0, 0]
+    self.c.heads = array.shape[1]
+    self.positions = np.empty(array.size * run, np.int64)
+    self.firsts, self.counts = np.zeros((2, call.num_queries, self.c.heads), np.int64)
+    self.c.positions, self.c.firsts, self.c.counts = &self.positions[0], &self.firsts[0, 0], &self.counts[0, 0]
     for i in range(num_queries):
         for head in range(self.c.heads):
+            self.firsts[i, head] = (i * self.c.heads + head) * array.shape[2] * run
             _take(self, call.queries + i, head, view[i, head], run)
     _gather_as(&self.c.kinds[KV_CODES], call, layout, layout.k.dtype, False)
     if layout.k.means:
@@ -61,7 +79,7 @@ cdef Chosen open_chosen(object given, Py_ssize_t run, const kv_call *call, Py_ss
 
 cdef int _take(Chosen self, const kv_query *query, Py_ssize_t head, const int64_t[::1] chosen, Py_ssize_t run) except -1:
     """Take what a query sees of its choice, which is sorted, in a KV head."""
-    cdef int64_t *positions = &self.positions[query.token, head, 0]
+    cdef int64_t *positions = &self.positions[self.firsts[query.token, head]]
     cdef Py_ssize_t count = 0, before, i
     cdef int64_t position, first
     for i in range(chosen.shape[0]):

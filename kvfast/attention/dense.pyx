@@ -96,7 +96,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     plan = open_plan(request, &layout, Workspace(), 1)
     plan.use_spans(request.spans, "spans", context.length)
     plan.use_parents(request.parents, "parents", request.c.q.tokens)
-    plan.ask(&context, 0, request.c.q.tokens)
+    plan.ask(context.length, 0, request.c.q.tokens)
     plan.choose(request)
     plan.add(&context, 0, request.c.q.tokens, 0, 0)
     return run_plan(request, plan)

@@ -11,7 +11,7 @@ from libc.string cimport memset
 from kvfast.attention.cuts cimport token_bytes
 from kvfast.attention.spans cimport floats_from, open_rows
 from kvfast.attention.tasks cimport (KV_CODES, KV_DECODED_KEYS, KV_NUM_KINDS, KV_OWN_FLOATS, given_of, keys_of, kv_chosen, kv_gathered,
-                                     kv_own, kv_task, kv_traffic, own_of)
+                                     kv_given, kv_own, kv_task, kv_traffic, own_of)
 from kvfast.attention.tiles cimport attend_range, kv_range, load
 from kvfast.codec.blocks cimport block_of, k_block_at, kv_context, kv_layout, patched_from, piece_of, v_block_at
 from kvfast.core.interrupt cimport is_stopped
@@ -34,19 +34,34 @@ cdef Py_ssize_t _ZEROS[KV_TASK_ROWS]
 
 cdef void read_chosen(kv_task *task) noexcept nogil:
     """Read the chosen tokens of the task's query that are in its split, which counts tokens; see `kv_source`."""
-    cdef const kv_chosen *chosen = given_of(task).chosen
+    cdef const kv_given *given = given_of(task)
+    cdef const kv_chosen *chosen = given.chosen
     cdef kv_own *own = own_of(task)
-    cdef Py_ssize_t begin = task.begin, at, end, from_floats
-    cdef int kind
+    cdef const int64_t *positions
+    cdef Py_ssize_t begin = task.begin, sinks_end = task.begin, at, end
     if not task.loaded:
         open_rows(task)
-        load(task, &given_of(task).request.q)
     at = own.tokens[0] * chosen.heads + (task.head if chosen.heads > 1 else 0)
     end = min(task.end, <Py_ssize_t>chosen.counts[at])
-    from_floats = floats_from(given_of(task).layout, &keys_of(task).context, task.call.queries[own.tokens[0]].position)
+    positions = chosen.positions + chosen.firsts[at]
+    if given.request.sink_q.data != NULL:
+        while sinks_end < end and positions[sinks_end] < task.call.queries[own.tokens[0]].sink_stop:
+            sinks_end += 1
+    if begin < sinks_end:
+        load(task, &given.request.sink_q)
+        _read_positions(task, positions + begin, sinks_end - begin)
+    if begin < sinks_end or not task.loaded:
+        load(task, &given.request.q)
+    _read_positions(task, positions + sinks_end, end - sinks_end)
+
+
+cdef void _read_positions(kv_task *task, const int64_t *positions, Py_ssize_t count) noexcept nogil:
+    cdef Py_ssize_t from_floats = floats_from(given_of(task).layout, &keys_of(task).context,
+                                              task.call.queries[own_of(task).tokens[0]].position)
+    cdef int kind
     for kind in range(KV_NUM_KINDS):
-        if chosen.kinds[kind].tile:
-            _read_kind(task, kind, chosen.positions + at * chosen.most + begin, end - begin, from_floats)
+        if given_of(task).chosen.kinds[kind].tile:
+            _read_kind(task, kind, positions, count, from_floats)
 
 
 cdef void _read_kind(kv_task *task, int kind, const int64_t *positions, Py_ssize_t count, Py_ssize_t from_floats) noexcept nogil:

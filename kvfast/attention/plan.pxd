@@ -7,7 +7,6 @@ from kvfast.attention.tasks cimport kv_call, kv_given, kv_item, kv_keys, kv_quer
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport kv_context, kv_layout
 
-
 cdef class Plan:
     cdef kv_call call
     cdef kv_given given
@@ -33,7 +32,7 @@ cdef class Plan:
     cdef int choose(self, Request request) except -1
     cdef void sees_tree(self, kv_query *query, Py_ssize_t tree, uint64_t ancestors) noexcept nogil
     cdef void sees(self, kv_query *query, Py_ssize_t position, Py_ssize_t length) noexcept nogil
-    cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil
+    cdef void ask(self, Py_ssize_t length, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil
     cdef void add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
                  int part) noexcept nogil
     cdef kv_item *open_item(self, const kv_context *context) noexcept nogil

@@ -131,17 +131,17 @@ cdef class Plan:
             self.given.chosen = &self.chosen.c
         return 0
 
-    cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
-        """Set which positions each query sees. `num_queries` from `first_query` on are the last tokens of the context."""
-        cdef Py_ssize_t i, tree = context.length - self.num_drafts, position
+    cdef void ask(self, Py_ssize_t length, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
+        """Set which positions each query sees. `num_queries` from `first_query` on are the last tokens of a context of `length`."""
+        cdef Py_ssize_t i, tree = length - self.num_drafts, position
         for i in range(num_queries):
-            position = context.length - num_queries + i
+            position = length - num_queries + i
             if position < tree or self.num_drafts == 0:
-                self.sees(self.call.queries + first_query + i, position, context.length)
+                self.sees(self.call.queries + first_query + i, position, length)
             else:
                 self.sees_tree(self.call.queries + first_query + i, tree, self.ancestors[position - tree])
             self.call.queries[first_query + i].token = first_query + i
-        self.context += context.length
+        self.context += length
 
     cdef void sees(self, kv_query *query, Py_ssize_t position, Py_ssize_t length) noexcept nogil:
         """Set which of `length` positions a query at `position` sees."""
@@ -158,7 +158,7 @@ cdef class Plan:
                     query.start = min(query.start, <Py_ssize_t>self.spans[i, 0])
         query.sink_stop = min(max(self.given.request.num_sink_tokens, 0), query.start)
         query.parts = 0
-        query.ancestors = 0
+        query.ancestors = query.tree = 0
 
     cdef void sees_tree(self, kv_query *query, Py_ssize_t tree, uint64_t ancestors) noexcept nogil:
         """Set what a draft sees: positions before `tree`, where the drafts begin, and its ancestors. Its depth is its position."""
@@ -194,8 +194,8 @@ cdef class Plan:
         cdef Py_ssize_t n, i, end
         while num_queries and self.given.chosen != NULL:
             item = self.open_item(context)
-            item.first_query, item.num_queries = first_query, 1
-            self.close(item, self.chosen.most_of(self.call.queries[first_query].token))
+            item.first_query, item.num_queries, item.part = first_query, 1, part
+            self.close(item, self.chosen.most_of(first_query))
             first_query += 1
             num_queries -= 1
         while num_queries:

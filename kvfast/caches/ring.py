@@ -132,8 +132,6 @@ class RingKVCache(SequenceCache, Splicing, States, StoredSequence, StorageProper
             raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
         if options.parents is not None:
             raise ValueError("parents must be None in a ring with a rope, which has rotated each draft for its row")
-        if options.chosen is not None:
-            raise ValueError("chosen must be None in a ring with a rope, whose sinks move with the queries")
         n, length = _num_tokens(q), self.layer_length(layer)
         options.made_for = length
         first = max(0, length - n)

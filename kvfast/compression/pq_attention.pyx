@@ -118,7 +118,7 @@ def attend(q, const Py_ssize_t[::1] visible, PQCodes keys, PQCodes values, doubl
     context.length = keys._codes.shape[1]
     request = open_request(&layout, q, Options(scale=scale, causal=False, return_lse=True, num_threads=num_threads))
     plan = open_plan(request, &layout, Workspace(), 1)
-    plan.ask(&context, 0, visible.shape[0])
+    plan.ask(context.length, 0, visible.shape[0])
     for i in range(visible.shape[0]):
         plan.call.queries[i].stop = visible[i]
     plan.add(&context, 0, visible.shape[0], 0, 0)

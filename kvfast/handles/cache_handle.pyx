@@ -119,7 +119,7 @@ cdef class CacheHandle(Handle):
             return False
         if not table.limit(&request.window, &request.num_sink_tokens) or not self.plan.begin(&request, layout, 1):
             return False
-        self.plan.ask(&context, 0, q.tokens)
+        self.plan.ask(context.length, 0, q.tokens)
         if not table.holds(self.plan.call.queries[0].start):
             return False
         self.plan.add(&context, 0, q.tokens, 0, 0)

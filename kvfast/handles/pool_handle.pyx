@@ -217,7 +217,7 @@ cdef class PoolHandle(Handle):
             member.shareable = min(first, floats_from(self.pool.layouts + layer, &member.context, first)) // self.pool.block_size
         if first < 0:
             return False
-        self.plan.ask(&member.context, member.first_query, member.num_queries)
+        self.plan.ask(member.context.length, member.first_query, member.num_queries)
         return member.num_queries == 0 or table.holds(self.plan.call.queries[member.first_query].start)
 
     cdef int python_attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,

@@ -146,8 +146,9 @@ def _keep_right(cache, draft, right):
 
 
 def _takes_trees(cache):
-    """Whether a cache can keep any branch. A spliced one cannot, and no guess can move to the first tokens, which stay floats."""
-    return not cache.is_spliced and len(cache) >= MAX_FLOAT_TOKENS
+    """Whether a cache can keep any branch: no guess moves to first tokens that stay floats, and each part of a spliced cache has some."""
+    formats = cache.format if isinstance(cache.format, tuple) else (cache.format,)
+    return not any(one.num_first_float_tokens for one in formats) or (not cache.is_spliced and len(cache) >= MAX_FLOAT_TOKENS)
 
 
 def _draft_limit(cache, limit):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from cache_kinds import FORMATS
 from reference import attention, relative_error
+from rotated_reference import turn
 from selection import parametrize
 
 import kvfast
@@ -195,9 +196,31 @@ def test_rings(rng):
         assert relative_error(ring.attend(0, q, chosen=chosen, chosen_run=run), expected) < 1e-5
     with pytest.raises(ValueError, match="chosen holds 100 for query 0, which sees the positions 229 to 288, and those before 4"):
         ring.attend(0, q, chosen=np.full((12, 1), 100))
-    turned = filled(kvfast.RingKVCache(1, HEADS, DIM, sliding_window=64, rope=kvfast.Rope(10000.0)), k, v)
-    with pytest.raises(ValueError, match="chosen must be None in a ring with a rope"):
-        turned.attend(0, q, chosen=chosen)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_rings_with_a_rope(isa, rng, dtype):
+    """Their sink tokens follow the window, so that a query is rotated once more for them."""
+    rope, window, sinks = kvfast.Rope(), 60, 20
+    for length in (TOKENS, 70):
+        k, v = (rows[:length] for rows in tokens(rng))
+        ring = filled(kvfast.RingKVCache(1, HEADS, DIM, window, sinks, rope=rope, dtype=dtype), k, v)
+        stored = np.stack((k, v))
+        stored[:, ring.positions()] = ring.k(0), ring.v(0)
+        # A ring shows what its last query sees; of what other queries see, float32 alone is what was given.
+        for n, most, run in ((1, 70, 1), (3 if dtype == "float32" else 1, 9, 1), (1, 3, 16), (1, 1, 1)):
+            q = queries(rng, n)
+            chosen = choice(rng, n, most, run, length=length, sliding_window=window, num_sink_tokens=sinks)
+            got = ring.attend(0, q, chosen=chosen, chosen_run=run, num_splits=3 if most > 60 else 0)
+            for i in range(n):
+                at = length - n + i
+                places = np.arange(length)
+                places[: min(sinks, max(0, at + 1 - window))] += max(0, at - (sinks + window - 1))  # closer to the query than they are
+                keys = turn(stored[0], places, rope)
+                seen, one = slice(at + 1), slice(i, i + 1)
+                given = {"chosen": chosen[one], "chosen_run": run, "sliding_window": window, "num_sink_tokens": sinks}
+                expected, _ = attention(turn(q[one], at, rope), keys[seen], stored[1][seen], **given)
+                assert relative_error(got[one], expected) < bound(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int3-plain", "float16", "float32"])

@@ -238,7 +238,7 @@ def test_what_cannot_move_is_refused(rng):
     start = append(make("growing", FORMATS["int8/float16"]), given, slice(0, 30))
     for cache, n, text in (
         (turned, 85, r"rotated each key for its row; call truncate\(85\), and append"),
-        (spliced, 75, r"a spliced cache keeps no branch: call truncate\(75\)"),
+        (spliced, 75, r"to position 75, among the 80 tokens that were spliced or shifted: call truncate\(75\)"),
         (start, 0, r"to position 0, as layer 0 keeps the first 4 tokens as floats: call truncate\(0\)"),
     ):
         before = contents(cache)

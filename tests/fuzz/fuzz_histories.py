@@ -111,6 +111,19 @@ class World:
 
     takes_windows = takes_spans = takes_chosen = True
 
+    def narrow(self, options, length, n, window):
+        """Add spans, a tree of drafts, or a choice, to the options of the last `n` queries, now and then."""
+        later = self.case.later
+        if self.takes_spans and self.takes_windows and often(later, 0.1) and options.get("causal", True):
+            options["spans"] = self.spans(length, n, window)
+            options["clamp_spans"] = often(later, 0.3)
+        elif self.takes_spans and self.takes_windows and often(later, 0.1) and options.get("causal", True):
+            drafts = int(later.integers(1, min(n, 64) + 1))
+            options["parents"] = [int(later.integers(-1, i)) for i in range(drafts)]
+        elif self.takes_chosen and "alibi_slopes" not in options and often(later, 0.1):
+            defaults = {"sliding_window": window, "num_sink_tokens": self.num_sink_tokens if window else 0}
+            options |= random_choice(later, length, n, self.heads, **defaults | options)
+
     def spans(self, length, n, window):
         """A span or two with some of the last `n` positions. A ring may have dropped what is before them."""
         later, first = self.case.later, length - n
@@ -138,15 +151,7 @@ class World:
         n, num_q_heads = self.queries_of(held, layer), self.random_heads()
         q, exact_q = as_given(rng, held.source.queries(n, num_q_heads, track.rows[layer]))
         options = self.options(num_q_heads, window)
-        if self.takes_spans and self.takes_windows and often(self.case.later, 0.1) and options.get("causal", True):
-            options["spans"] = self.spans(track.layer_length(layer), n, window)
-            options["clamp_spans"] = often(self.case.later, 0.3)
-        elif self.takes_spans and self.takes_windows and often(self.case.later, 0.1) and options.get("causal", True):
-            drafts = int(self.case.later.integers(1, min(n, 64) + 1))
-            options["parents"] = [int(self.case.later.integers(-1, i)) for i in range(drafts)]
-        elif self.takes_chosen and "alibi_slopes" not in options and often(self.case.later, 0.1):
-            defaults = {"sliding_window": window, "num_sink_tokens": self.num_sink_tokens if window else 0}
-            options |= random_choice(self.case.later, track.layer_length(layer), n, self.heads, **defaults | options)
+        self.narrow(options, track.layer_length(layer), n, window)
         out, out_dtype = self.random_out((n, num_q_heads, self.out_dim))
         self.case.note("attend", layer, n, num_q_heads, out_dtype, options)
         try:

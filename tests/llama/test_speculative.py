@@ -393,25 +393,30 @@ def test_tree_lookups_give_the_text_of_plain_generation(tiny_model):
 
 def test_where_a_cache_keeps_no_branch_the_first_is_checked(tiny_model):
     model, _ = tiny_model
-    expected = generated(model, new_cache(model), max_tokens=30)
     for branch in (0, 1):  # in the first tokens, which a format may keep as floats
         for dtype in ("int8", kvfast.KVFormat("int8", num_first_float_tokens=16)):
             cache, stats = kvfast.KVCache(*model.cache_shape, dtype=dtype), llama.SpeculationStats()
             drafter = TreeOracle([*PROMPT[:3], *generated(model, cache.copy(), PROMPT[:3], max_tokens=30)], 0, branch)
             text = generated(model, cache, PROMPT[:3], max_tokens=30, drafter=drafter, stats=stats)
             assert text == drafter.text[3:] and 0 < stats.num_accepted
+
+
+def test_trees_in_a_cache_that_was_shifted(tiny_model):
+    """A context shift leaves a spliced cache, whose drafts come after what was moved."""
+    model, _ = tiny_model
+    expected, stats = generated(model, new_cache(model), max_tokens=30), llama.SpeculationStats()
     full = [kvfast.KVCache(*model.cache_shape, max_seq_len=24, dtype="float32") for _ in range(2)]
     shifted = generated(model, full[0], max_tokens=60, keep=4)
 
     class Trees:
         def draft(self, context, cache, limit):
-            tree = llama.DraftTree()
-            for guess in (context[-1], 0, 1, 2):
-                tree.add([guess, guess], limit)
+            tree, at = llama.DraftTree(), 1 + stats.num_steps + stats.num_accepted
+            for guess in (0, *shifted[at : at + 1], 2):  # the right one is a branch, if there is one
+                tree.add([guess, *shifted[at + 1 : at + 3]], limit)
             return tree
 
-    assert generated(model, full[1], max_tokens=60, keep=4, drafter=Trees()) == shifted and full[1].is_spliced
-    assert shifted[:10] == expected[:10]
+    assert generated(model, full[1], max_tokens=60, keep=4, drafter=Trees(), stats=stats) == shifted and full[1].is_spliced
+    assert shifted[:10] == expected[:10] and stats.num_accepted > 20
 
 
 def test_a_tree_that_a_model_checks(tiny_model):

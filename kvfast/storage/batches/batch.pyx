@@ -22,7 +22,7 @@ from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, read_
 from kvfast.storage.batches.paged_sequences cimport PagedSequences, check_all_open
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch, checked_starts, prepare
 from kvfast.storage.memory.buffer_layers cimport clean_slots
-from kvfast.storage.sequences.segments cimport ask_spliced, plan_spliced
+from kvfast.storage.sequences.segments cimport SplicedReader, ask_spliced, plan_spliced
 from kvfast.storage.sequences.sequence cimport SequenceStorage, check_held, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
@@ -284,6 +284,7 @@ cdef class PagedBatches(PagedSequences):
         cdef const int32_t[::1] starts
         cdef list prefixes = None, tables = None, spliced = []
         cdef SequenceStorage storage
+        cdef SplicedReader reader
         if storages is not None:
             tables = [(<SequenceStorage>storage).tables[0] for storage in storages]
         count = _count(storages, block_table, seq_lens)
@@ -304,14 +305,12 @@ cdef class PagedBatches(PagedSequences):
                 if starts[i + 1] - starts[i] > table.lengths[number] + storage.base:
                     raise ValueError(f"sequence {i} of the batch holds {table.lengths[number] + storage.base} tokens, and q "
                                      f"{starts[i + 1] - starts[i]} of them")
-                spliced.append(storage.reader(number, table, number, starts[i], starts[i + 1] - starts[i]))
+                reader = storage.reader(number, table, number, starts[i], starts[i + 1] - starts[i])
+                reader.spans = None if request.spans is None else request.spans[i]
+                reader.parents = None if request.parents is None else request.parents[i]
+                reader.name = f"[{i}]"
+                spliced.append(reader)
         if spliced:
-            if request.spans is not None:
-                raise ValueError("spans are not for a spliced sequence, whose tokens come from several texts")
-            if request.parents is not None:
-                raise ValueError("parents are not for a spliced sequence")
-            if request.chosen is not None:
-                raise ValueError("chosen is not for a spliced sequence")
             plan_spliced(plan, spliced)
         members = <kv_member *>plan.workspace.reserve(MEMBERS, count * sizeof(kv_member))
         if members == NULL:
@@ -339,7 +338,7 @@ cdef class PagedBatches(PagedSequences):
                 plan.use_spans(request.spans[i], f"spans[{i}]", member.context.length)
             if request.parents is not None:
                 plan.use_parents(request.parents[i], f"parents[{i}]", member.num_queries)
-            plan.ask(&member.context, member.first_query, member.num_queries)
+            plan.ask(member.context.length, member.first_query, member.num_queries)
             if tables is not None and member.num_queries:
                 check_held(table, plan, member.first_query)
 

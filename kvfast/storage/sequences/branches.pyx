@@ -9,6 +9,7 @@ from kvfast.codec.blocks cimport k_block_at, kv_layout, piece_of, v_block_at
 from kvfast.core.checks cimport check_integers
 from kvfast.core.kernels cimport active, kv_kernels
 from kvfast.core.limits cimport KV_PIECE
+from kvfast.storage.sequences.segments cimport Segment
 from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 
@@ -35,7 +36,7 @@ def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
         rows, first = positions, first + stay
         for table in storage.tables:
             if first < last:
-                _check_moves(table, first, complete, moved)
+                _check_moves(storage, table, first, complete, moved)
             else:
                 table.check_truncate(last)
         checkpoints = storage.checkpoints
@@ -46,7 +47,7 @@ def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
             for table in storage.tables if first < last else ():
                 one = [table, None, table.map.count, table.states.floats_begin]
                 opened.append(one)
-                one[1] = table.open_range(first, last)  # so that no step comes after it that can fail
+                one[1] = table.open_range(first - storage.base, last - storage.base)  # so that no step comes after it that can fail
             if begin is not None:
                 begin(first, positions[:max(complete - first, 0)].tolist())
         except BaseException:
@@ -55,12 +56,12 @@ def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
                     table.undo_changes(changes, count, floats_begin)
             raise
         for table, changes, _, _ in opened:
-            _move(table, first, rows)
+            _move(table, storage.base, first, rows)
             table.keep_changes(changes)
         storage.keep(last)
         storage.checkpoints = checkpoints
         for table in storage.tables if complete < last else ():
-            table.length = complete
+            table.length = complete - storage.base
         storage._trim_surplus()
     finally:
         storage._leave()
@@ -77,8 +78,6 @@ cdef int _check_numbers(SequenceStorage storage, Py_ssize_t n, const int64_t[::1
     for i in range(rows.shape[0]):
         if rows[i] < 0 or i and rows[i] <= rows[i - 1]:
             raise ValueError(f"keep must rise, from 0 for the token at position n={n}, got {rows[i]} at {i}")
-    if rows.shape[0] and storage.segments is not None:
-        raise ValueError(f"a spliced cache keeps no branch: call truncate({n}), and append its tokens again")
     for layer in range(storage.num_layers if rows.shape[0] else 0):
         held = storage.layer_length(layer) - n
         if rows[rows.shape[0] - 1] >= held:
@@ -87,34 +86,39 @@ cdef int _check_numbers(SequenceStorage storage, Py_ssize_t n, const int64_t[::1
     return 0
 
 
-cdef int _check_moves(BlockTable table, Py_ssize_t first, Py_ssize_t complete, str moved) except -1:
+cdef int _check_moves(SequenceStorage storage, BlockTable table, Py_ssize_t first, Py_ssize_t complete, str moved) except -1:
     """Raise if other tokens cannot come to the positions from `first` on and be what they were. `complete` is the new length."""
     cdef Py_ssize_t layer, size = table.pool.block_size
     cdef const kv_layout *layout
     again = f"call truncate({first}), and append the tokens after it again"
     if moved is not None:
         raise ValueError(f"keep cannot move tokens: {moved}; {again}")
+    if storage.segments is not None and first < (<Segment>storage.segments[-1]).end():
+        raise ValueError(f"keep cannot move a token to position {first}, among the {(<Segment>storage.segments[-1]).end()} tokens that "
+                         f"were spliced or shifted: {again}")
     table.check_truncate(max(first, 1))
+    first, complete = first - storage.base, complete - storage.base
     # The codes of a sealed block are those of all of its tokens together, so a token without its float row cannot move, nor can one
     # come into a block that stays sealed.
     if table.pool.seals and (first < table.states.floats_begin or first < complete // size * size):
-        raise ValueError(f"keep cannot move a token to position {first}, whose block of {size} tokens is sealed: call "
+        raise ValueError(f"keep cannot move a token to position {first + storage.base}, whose block of {size} tokens is sealed: call "
                          f"truncate(n, keep=...) before advance; or {again}")
     for layer in range(table.pool.num_layers):
         layout = table.pool.layouts + layer
         if not layout.seals and first < layout.float_tokens:  # beyond its piece, a token has no float row to take along
-            raise ValueError(f"keep cannot move a token to position {first}, as layer {layer} keeps the first "
+            raise ValueError(f"keep cannot move a token to position {first + storage.base}, as layer {layer} keeps the first "
                              f"{layout.float_tokens} tokens as floats: {again}")
     return 0
 
 
-cdef int _move(BlockTable table, Py_ssize_t first, const int64_t[::1] rows) except -1:
-    """Move the tokens at the positions `rows`, which rise, to the positions from `first` on, whose blocks are writable."""
+cdef int _move(BlockTable table, Py_ssize_t base, Py_ssize_t first, const int64_t[::1] rows) except -1:
+    """Move the tokens at the positions `rows`, which rise, to the positions from `first` on, whose blocks are writable. The table's
+    own position 0 is `base`."""
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t i, layer
     cdef int64_t source, target
     for i in range(rows.shape[0]):
-        source, target = table.map.slot(rows[i]), table.map.slot(first + i)
+        source, target = table.map.slot(rows[i] - base), table.map.slot(first + i - base)
         with nogil:
             for layer in range(table.pool.num_layers):
                 _move_token(kernels, table.pool.layouts + layer, source, target)

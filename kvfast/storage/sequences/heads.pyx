@@ -244,7 +244,7 @@ def attend_heads(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, 
         request = open_request(&part.layout, q, options)
         request.c.window = context.length - table.evicted
         plan = open_plan(request, &part.layout, table.pool.workspace, 1)
-        plan.ask(&context, 0, 1)
+        plan.ask(context.length, 0, 1)
         plan.add(&context, 0, 1, 0, 0)
         return run_plan(request, plan)
     finally:

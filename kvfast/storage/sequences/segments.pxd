@@ -25,6 +25,8 @@ cdef class SplicedReader:
     cdef list segments
     cdef BlockTable live
     cdef Py_ssize_t which, layer, index, length, first_query, num_queries
+    cdef object spans, parents  # its own, or None
+    cdef str name              # what numbers these in a batch
     cdef list views            # (segment, whether as sink tokens)
 
 

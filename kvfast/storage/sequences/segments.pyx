@@ -7,8 +7,6 @@ are merged like those of any other split.
 """
 import numpy as np
 
-from libc.string cimport memset
-
 from kvfast.attention.plan cimport Plan
 from kvfast.attention.tasks cimport kv_query
 from kvfast.codec.blocks cimport kv_context
@@ -192,12 +190,24 @@ cdef inline bint _is_plain(SplicedReader reader, Segment segment, bint sinks):
     return not sinks and segment.frozen is None and segment.shift == 0 and segment is reader.segments[-1]
 
 
+cdef int _begin(Plan plan, SplicedReader reader) except -1:
+    """Let the next queries of a plan be those of a sequence."""
+    cdef Py_ssize_t newest = reader.length - (<Segment>reader.segments[-1]).start
+    plan.use_spans(reader.spans, f"spans{reader.name}", reader.length)
+    plan.use_parents(reader.parents, f"parents{reader.name}", reader.num_queries)
+    if plan.num_drafts > newest:
+        raise ValueError(f"parents{reader.name} must have at most {newest} drafts, as many tokens as were appended since the last "
+                         f"splice, got {plan.num_drafts}")
+    return 0
+
+
 cdef int plan_spliced(Plan plan, list readers) except -1:
-    """Make room in a call for the queries of some spliced sequences, before any `ask`."""
+    """Make room in a call for the queries of some spliced sequences, before any `ask`, and set which positions each of them sees."""
     cdef SplicedReader reader
     cdef Segment segment
     cdef Py_ssize_t rows = plan.given.request.q.tokens, contexts = 1
     for reader in readers:
+        _begin(plan, reader)
         reader.views = _views(plan, reader)
         contexts += len(reader.views) + 1
         for segment, sinks in reader.views:
@@ -205,6 +215,9 @@ cdef int plan_spliced(Plan plan, list readers) except -1:
                 rows += reader.num_queries
     if not plan.reserve_queries(rows, contexts + plan.given.request.q.tokens):
         raise MemoryError("cannot allocate the working memory of a call of attend")
+    for reader in readers:
+        _begin(plan, reader)
+        plan.ask(reader.length, reader.first_query, reader.num_queries)
     plan.keepalive = plan.keepalive, readers  # with the tables of their rotations
     return 0
 
@@ -218,48 +231,58 @@ cdef int _rotate_back(object rotation, kv_transform *transform) except -1:
     return 0
 
 
+cdef void _narrow(kv_query *query, Segment segment, bint sinks) noexcept:
+    """Let a query see a segment alone, whose tokens it counts as their tables do; `sinks`: the sink tokens of it."""
+    cdef Py_ssize_t base = segment.start - segment.first, begin, end
+    cdef bint begins = _begins(segment)
+    if sinks or segment.end() <= query.tree:  # a tree lies in the last segment
+        query.ancestors = 0
+    query.tree -= base
+    begin, end = _within(segment, query.start, query.stop)
+    if sinks or begins and begin == end and query.ancestors == 0:
+        begin, end = _within(segment, 0, query.sink_stop)
+        begins = False
+    query.position -= base
+    query.start, query.stop = begin - base, end - base
+    query.sink_stop = min(query.sink_stop, segment.end()) if begins else 0
+
+
 cdef int ask_spliced(Plan plan, list readers) except -1:
-    """`ask` and `add` for the sequences of `plan_spliced`."""
+    """Add the items of the sequences of `plan_spliced`."""
     cdef SplicedReader reader
     cdef Segment segment
-    cdef Py_ssize_t row, extra = plan.given.request.q.tokens, i, seen, first, base, begin, end, items, first_item
+    cdef Py_ssize_t row, extra = plan.given.request.q.tokens, i, first, last, items, first_item
     cdef int part
-    cdef bint sinks, begins
+    cdef bint sinks
     cdef kv_query *query
     cdef kv_context context
     cdef BlockTable table
     for reader in readers:
         part, first_item = 0, plan.call.num_items
-        plan.context += reader.length
-        for i in range(reader.first_query, reader.first_query + reader.num_queries):
-            memset(plan.call.queries + i, 0, sizeof(kv_query))
-            plan.call.queries[i].token = i
         for segment, sinks in reader.views:
             row = reader.first_query
             if not _is_plain(reader, segment, sinks):
                 row, extra = extra, extra + reader.num_queries
-            base = segment.start - segment.first
-            first, seen = 0, 0
+            first, last = reader.num_queries, -1  # that see some of it
             for i in range(reader.num_queries):
                 query = plan.call.queries + row + i
-                plan.sees(query, reader.length - reader.num_queries + i, reader.length)
-                begin, end = _within(segment, query.start, query.stop)
-                begins = _begins(segment)
-                if sinks or begins and begin == end:
-                    begin, end = _within(segment, 0, query.sink_stop)
-                    begins = False
-                query.position -= base
-                query.token, query.start, query.stop = reader.first_query + i, begin - base, end - base
-                query.sink_stop = min(query.sink_stop, segment.end()) if begins else 0
-                if begin < end:  # such queries follow each other
-                    first = i if seen == 0 else first
-                    seen += 1
+                query[0] = plan.call.queries[reader.first_query + i]
+                _narrow(query, segment, sinks)
+                if query.start < query.stop or query.ancestors:
+                    first, last = min(first, i), i
             table = reader.live if segment.frozen is None else segment.frozen.tables[reader.which]
             table.context(reader.layer, &context)
             items = plan.call.num_items
-            plan.add(&context, row + first, seen, 0, part)
-            if plan.call.num_items == items + 1:
-                plan.join(first_item)
+            if plan.given.chosen != NULL:
+                for i in range(reader.num_queries):
+                    if plan.chosen.split(reader.first_query + i, row + i, segment.end(), segment.start - segment.first):
+                        query = plan.call.queries + reader.first_query + i
+                        plan.add(&context, row + i, 1, 0, query.parts)
+                        query.parts += <int>plan.call.items[plan.call.num_items - 1].splits
+            elif first <= last:
+                plan.add(&context, row + first, last + 1 - first, 0, part)
+                if plan.call.num_items == items + 1:
+                    plan.join(first_item)
             for i in range(items, plan.call.num_items):
                 if segment.rotations is not None:
                     _rotate_back(segment.rotations[reader.index], &plan.keys[i].rotation)

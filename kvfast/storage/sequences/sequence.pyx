@@ -159,22 +159,18 @@ cdef class SequenceStorage(SequenceTables):
         fit_window(table, &request.c)
         plan = open_plan(request, &table.pool.layouts[layer], table.pool.workspace, 1)
         plan.uncounted = table.lengths[layer] - table.length
-        if request.spans is not None:
-            if self.segments is not None:
-                raise ValueError("spans are not for a spliced sequence, whose tokens come from several texts")
-            plan.use_spans(request.spans, "spans", context.length)
-        if request.parents is not None:
-            if self.segments is not None:
-                raise ValueError("parents are not for a spliced sequence")
-            plan.use_parents(request.parents, "parents", request.c.q.tokens)
         if self.segments is not None:
-            if request.chosen is not None:
-                raise ValueError("chosen is not for a spliced sequence")
             reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, request.c.q.tokens)
+            reader.spans, reader.parents, reader.name = request.spans, request.parents, ""
             plan_spliced(plan, [reader])
+            plan.choose(request)
             ask_spliced(plan, [reader])
             return plan
-        plan.ask(&context, 0, request.c.q.tokens)
+        if request.spans is not None:
+            plan.use_spans(request.spans, "spans", context.length)
+        if request.parents is not None:
+            plan.use_parents(request.parents, "parents", request.c.q.tokens)
+        plan.ask(context.length, 0, request.c.q.tokens)
         check_held(table, plan, 0)
         plan.choose(request)
         plan.add(&context, 0, request.c.q.tokens, 0, 0)

@@ -5,7 +5,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvfast.transformers.masks import LazyMask, MatrixMask, lazy_mask
+from kvfast.transformers.masks import ChosenMask, LazyMask, MatrixMask, lazy_mask
 from kvfast.transformers.received import Received
 from kvfast.transformers.rows import EVERYTHING
 from kvfast.transformers.spans import UnknownMaskError
@@ -92,6 +92,8 @@ def attention(
         if layer == 0:
             _check_positions(others.get("position_ids"), rows.seen[layer] - query.shape[2])
         rows.store(layer, parts, as_numpy(key.tensor), as_numpy(value.tensor))
+    elif key.expands:
+        raise _not_computed(module, "keys of its own of the latents that another layer has stored as its keys")
 
     batch, num_q_heads, n, head_dim = query.shape
     output = torch.empty((batch, n, num_q_heads, value.shape[3]), dtype=query.dtype)
@@ -185,7 +187,8 @@ def _matrix_of(rows, layer, n, tensor):
     """The mask of a tensor, which layers share."""
     if isinstance(rows.matrix, MatrixMask) and rows.matrix.tensor is tensor:
         return rows.matrix
-    return MatrixMask(tensor, rows.kept(layer)[:, : rows.seen[layer] - n])
+    kind = ChosenMask if rows.indexed[layer] else MatrixMask
+    return kind(tensor, rows.kept(layer)[:, : rows.seen[layer] - n])
 
 
 def check_call(module, query, size, dropout, others):

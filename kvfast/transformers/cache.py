@@ -148,7 +148,8 @@ class KVFastCache(Cache):
         if any(kind.has_state for kind in kinds):
             settings["max_state_bytes"] = check_size(max_state_bytes, "max_state_bytes", 1)
         self._checkpoint_tokens = check_size(checkpoint_tokens, "checkpoint_tokens", 1)
-        self._rows = Rows(stored, windows, chunks, configured, settings, max_seq_len, rollback)
+        indexed = [kinds[index].has_indexer for index in stored]
+        self._rows = Rows(stored, windows, chunks, indexed, configured, settings, max_seq_len, rollback)
         places = {index: place for place, index in enumerate(stored)}
         self._kinds = [(kind, places.get(index), options[index].get("number_of_states", 1)) for index, kind in enumerate(kinds)]
         super().__init__(layers=self._new_layers())

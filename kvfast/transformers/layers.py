@@ -28,7 +28,7 @@ class StoredLayer(CacheLayerMixin):
             rows.check_whole()
         rows.receive(layer, key_states, value_states)
         if direct:  # latents are stored as the keys and values that the layer makes of them
-            expands = getattr(self._config, "kv_lora_rank", None) is not None
+            expands = getattr(self._config.per_layer_config[self._rows.numbers[layer]], "kv_lora_rank", None) is not None
             return tuple(Received.of(tensor, rows, layer, rows.seen[layer], expands) for tensor in (key_states, value_states))
         rows.fit(layer, key_states, value_states, direct)
         rows.store(layer, rows.parts(layer, key_states.shape[2], None), as_numpy(key_states), as_numpy(value_states))
@@ -100,7 +100,7 @@ class IndexedLayer(StoredLayer):
 
     def __init__(self, config, rows, index, max_seq_len):
         super().__init__(config, rows, index, max_seq_len)
-        self.indexer_keys = None
+        self.indexer_keys = self.indexer_position_ids = None
 
     def update_indexer(self, indexer_key_states):
         """Add keys of the indexer, and return all of them."""
@@ -111,12 +111,17 @@ class IndexedLayer(StoredLayer):
     def crop_indexer(self, count):
         """Drop the last `count` keys of the indexer."""
         if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys[:, : max(0, self.indexer_keys.shape[1] - count)]
+            keep = max(0, self.indexer_keys.shape[1] - count)
+            self.indexer_keys = self.indexer_keys[:, :keep]
+            if self.indexer_position_ids is not None:
+                self.indexer_position_ids = self.indexer_position_ids[..., :keep]
 
     def select_indexer(self, indices):
         """Keep the indexer's keys of some rows."""
         if self.indexer_keys is not None:
             self.indexer_keys = self.indexer_keys[indices]
+            if self.indexer_position_ids is not None:
+                self.indexer_position_ids = self.indexer_position_ids[:, indices]
 
 
 class Kind(NamedTuple):
@@ -139,7 +144,7 @@ KINDS = {
     "dummy": Kind(False, False),  # reads what another layer keeps, or nothing
 }
 # Models with an indexer that were tried. Those of others keep more than keys, or read packed tokens.
-INDEXERS = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
+INDEXERS = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", "mistral_large4_text", "qwen4_exp_text")
 
 
 def new_layer(kind, index, number_of_states, of, max_seq_len):

@@ -13,6 +13,8 @@ from kvfast.transformers.spans import UnknownMaskError, recognise
 
 # Elements of a matrix that are made at a time where it is only looked at.
 _FEW_ELEMENTS = 1 << 22
+# Models whose indexers take the mask apart.
+MATRICES = ("qwen4_exp_text",)
 _EVERYTHING = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # a matrix, whatever it holds
 
 
@@ -98,15 +100,15 @@ class LazyMask(torch.Tensor):
 
     def __getitem__(self, index):
         """The mask of the last queries: models whose last layers keep nothing ask for it, as ``mask[:, :, -n:, :]``. As
-        ``mask[:, 0, :, :]``, for the scores of an indexer, it is a matrix."""
+        ``mask[:, 0, :, :]`` or ``mask[:, 0]``, for the scores of an indexer, it is a matrix."""
         whole = slice(None)
-        if isinstance(index, tuple) and len(index) == 4 and index[1] == 0 and (index[0], *index[2:]) == (whole,) * 3:
-            if self._seen is None:
-                self._seen = sdpa_mask(**self._arguments | _EVERYTHING)[:, 0]
-            return self._seen
-        if isinstance(index, tuple) and len(index) == 4 and (index[0], index[1], index[3]) == (whole, whole, whole):
-            queries = index[2]
-            if isinstance(queries, slice) and (queries.stop, queries.step) == (None, None) and (queries.start or 0) <= 0:
+        rows, heads, queries, keys = (*index, whole, whole, whole)[:4] if isinstance(index, tuple) else (None,) * 4
+        if (rows, keys) == (whole, whole) and isinstance(queries, slice):
+            if heads == 0 and queries == whole:
+                if self._seen is None:
+                    self._seen = sdpa_mask(**self._arguments | _EVERYTHING)[:, 0]
+                return self._seen
+            if heads == whole and (queries.stop, queries.step) == (None, None) and (queries.start or 0) <= 0:
                 dropped = queries.indices(self.q_length)[0]
                 return LazyMask.of(self._arguments | {"q_length": self.q_length - dropped, "q_offset": self.q_offset + dropped})
         raise _not_a_tensor("takes a part of it")
@@ -151,13 +153,16 @@ class MatrixMask:
         self._seen = seen[:, 0].expand(len(known), -1, -1).numpy()
         self.q_length, tokens = self._seen.shape[1:]
         self.q_offset = tokens - self.q_length
+        self.padding = self._padding(known)
+
+    def _padding(self, known):
+        """`padding` of all tokens, or None; `known`: of those before."""
         new = self._seen[:, :, -self.q_length :].any(1)  # what no query sees, itself included, is padding
         later = np.logical_or.accumulate(new[:, ::-1], axis=1)[:, ::-1]
         if (wrong := ~new & later & self._seen.any(2)).any():
             row, query = np.argwhere(wrong)[0]
             raise UnknownMaskError(f"no token sees token {self.q_offset + query} of row {row}, which sees others")
-        padding = np.concatenate((known[:, : self.q_offset], new), 1)
-        self.padding = None if padding.all() else padding
+        return _or_none(np.concatenate((known[:, : self.q_offset], new), 1))
 
     def options(self, rows, layer):
         """As `LazyMask.options`."""
@@ -165,6 +170,30 @@ class MatrixMask:
         if kind not in self._recognised:
             self._recognised[kind] = recognise([self._seen], rows.kept(layer), *kind)
         return self._recognised[kind]
+
+
+class ChosenMask(MatrixMask):
+    """The mask of an indexer, which shows a query the tokens that it has chosen, and padding none."""
+
+    __slots__ = ()
+
+    def _padding(self, known):
+        return _or_none(np.concatenate((known[:, : self.q_offset], self._seen.any(2)), 1))
+
+    def options(self, rows, layer):
+        return [self._chosen(*row) for row in zip(self._seen, rows.kept(layer))]
+
+    def _chosen(self, seen, kept):
+        """The positions that each query of a row sees, those of padding left out, with -1 up to the largest number of them."""
+        seen = seen[:, kept]
+        count = seen.sum(1)
+        first = np.argsort(~seen, axis=1, kind="stable")[:, : max(1, count.max())]
+        chosen = np.where(np.arange(first.shape[1]) < count[:, None], first, -1)
+        return {"chosen": chosen[kept[self.q_offset :]]}
+
+
+def _or_none(padding):
+    return None if padding.all() else padding
 
 
 def _not_a_tensor(what):
@@ -196,15 +225,15 @@ def lazy_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function, attention_mask=None, **others
 ):
     """What ``AttentionMaskInterface`` calls for ``attn_implementation="kvfast"``; the arguments are its own."""
-    return LazyMask.of(
-        {
-            "batch_size": batch_size,
-            "q_length": q_length,
-            "kv_length": kv_length,
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "mask_function": mask_function,
-            "attention_mask": attention_mask,
-        }
-        | others
-    )
+    arguments = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+    } | others
+    if getattr(others.get("config"), "model_type", None) in MATRICES:
+        return sdpa_mask(**arguments | _EVERYTHING)
+    return LazyMask.of(arguments)

@@ -24,6 +24,8 @@ class Rows:
         Tokens that each layer keeps: of its sliding window, or of a chunk.
     chunks : list of int or None
         Size of the chunks that a layer's attention keeps to.
+    indexed : list of bool
+        Whether an indexer chooses the tokens that each layer's queries read.
     rows : list of KVCache or RingKVCache
     seen : list of int
         For each layer the tokens that came, padding included: what transformers counts.
@@ -31,10 +33,10 @@ class Rows:
         The mask that came last; layers share it.
     """
 
-    def __init__(self, numbers, windows, chunks, configured, settings, max_seq_len, rollback):
+    def __init__(self, numbers, windows, chunks, indexed, configured, settings, max_seq_len, rollback):
         """`configured`: the KV heads, head_dim and v_head_dim of each layer, as far as the configuration has them. Only
         differences between layers count."""
-        self.numbers, self.windows, self.chunks = numbers, windows, chunks
+        self.numbers, self.windows, self.chunks, self.indexed = numbers, windows, chunks, indexed
         self._settings, self._max_seq_len, self._rollback = settings, max_seq_len, rollback
         # Layers of one kind have the same shape, which the keys of the first of them show.
         self._configured, self._kinds = configured, list(zip(windows, chunks, configured))

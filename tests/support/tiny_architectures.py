@@ -117,8 +117,14 @@ OTHERS = {
     "deepseek_v2": LATENT | {"num_experts_per_tok": 2},
     "bailing_hybrid": LATENT | {"layer_group_size": 2, "head_dim": 16},
     "kimi_linear": LATENT | {"layer_types": HALF},
-    "dots3_note_text": LATENT,
+    "dots3_note_text": LATENT
+    | {"swa_" + name: 4 for name in ("num_attention_heads", "num_key_value_heads")}
+    | {"swa_" + name: 32 for name in ("q_lora_rank", "kv_lora_rank")}
+    | {"swa_" + name: 16 for name in ("qk_nope_head_dim", "v_head_dim")}
+    | {"swa_head_dim": 24},
     "hy_v4": LATENT,
+    "hy_v4_vl_text": LATENT | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}},
+    "mistral_large4_text": LATENT,
     "bamba": {"attn_layer_indices": [1, 3], "mamba_d_head": 32, "mamba_n_heads": 4, "mamba_n_groups": 1},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},

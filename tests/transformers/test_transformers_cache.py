@@ -306,9 +306,9 @@ def test_models_that_are_not_known_are_refused(llama):
     with pytest.raises(ValueError, match="t5 has an encoder"):
         KVFastCache(transformers.T5Config())
     with pytest.raises(
-        ValueError, match="does not know what layer . of qwen4_exp_text keeps, which is indexed_attention.*DynamicCache"
+        ValueError, match="does not know what layer . of glm5_next_text keeps, which is indexed_attention.*DynamicCache"
     ):
-        KVFastCache(transformers.AutoConfig.for_model("qwen4_exp"))
+        KVFastCache(transformers.AutoConfig.for_model("glm5_next"))
     with pytest.raises(ValueError, match="no layer of mamba has keys and values"):
         KVFastCache(transformers.MambaConfig())
     with pytest.raises(ValueError, match="the same shape"):

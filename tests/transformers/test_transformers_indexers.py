@@ -8,11 +8,15 @@ from tiny_architectures import small_config
 from tiny_transformers import QUIET, KVFastCache, prompt, torch, transformers
 
 import kvfast
+from kvfast.transformers.masks import MATRICES
 
 pytestmark = QUIET
 
 
-@pytest.fixture(params=["deepseek_v32", "glm_moe_dsa"])
+MODELS = ["deepseek_v32", "glm_moe_dsa", "dots3_note_text", "hy_v4_vl_text", "mistral_large4_text", "qwen4_exp_text"]
+
+
+@pytest.fixture(params=MODELS)
 def model(request):
     return made(request.param)
 
@@ -21,19 +25,22 @@ def model(request):
 def made(name):
     """With many heads: where those of a token all give 0, its score has ties, of which PyTorch takes any."""
     config = small_config(transformers.models.auto.configuration_auto.CONFIG_MAPPING[name])
-    config.index_n_heads = 16
+    config.index_n_heads = config.indexer_n_heads = 16
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # The text parts of models with images have no head of their own.
+    kind = transformers.AutoModel if name in ("hy_v4_vl_text", "mistral_large4_text") else transformers.AutoModelForCausalLM
+    return kind.from_config(config, dtype=torch.float32).eval()
 
 
 def logits(model, steps, implementation, cache, mask=None):
-    """The logits of all tokens, which come in steps."""
+    """The logits of all tokens, which come in steps; the hidden states of a model without a head."""
     model.set_attn_implementation(implementation)
     found, first = [], 0
     with torch.no_grad():
         for ids in steps:
             first += ids.shape[1]
-            found.append(model(ids, cache=cache, attention_mask=None if mask is None else mask[:, :first]).logits)
+            given = model(ids, cache=cache, attention_mask=None if mask is None else mask[:, :first])
+            found.append(given.get("logits", given.get("last_hidden_state")))
     return torch.cat(found, 1)
 
 
@@ -65,11 +72,12 @@ def test_tokens_are_dropped_rows_selected_and_copied(model):
     ids, _ = prompt(2, 60)
     cache = KVFastCache(model.config, "float32")
     logits(model, [ids], "kvfast", cache)
-    cache.crop(-25)
+    dropped = 25 if "linear_attention" not in model.config.layer_types else 0  # no state was kept to go back to
+    cache.crop(-dropped)
     cache.batch_select_indices(torch.tensor([1, 1, 0]))
     other = copy.deepcopy(cache)
-    rows, later = ids[[1, 1, 0], :35], prompt(3, 10)[0]
-    expected = own(model, [rows, later])[:, 35:]
+    rows, later = ids[[1, 1, 0], : 60 - dropped], prompt(3, 10)[0]
+    expected = own(model, [rows, later])[:, 60 - dropped :]
     for one in (cache, other):
         torch.testing.assert_close(logits(model, [later], "kvfast", one), expected, rtol=1e-3, atol=1e-3)
     cache.reset()
@@ -80,22 +88,43 @@ def test_int8(model):
     """Other tokens are chosen where the layers before have rounded, but most are the same."""
     ids, _ = prompt(1, 90)
     found, plain = logits(model, [ids], "kvfast", KVFastCache(model.config, "int8")), own(model, [ids])
-    assert ((found - plain).norm() / plain.norm()).item() < 0.4
+    lost = ((found - plain).norm() / plain.norm()).item()
+    assert lost < 0.4
     dense = copy.deepcopy(model)
     for module in dense.modules():
         if hasattr(module, "index_topk"):
             module.index_topk = 90
-    assert ((own(dense, [ids]) - plain).norm() / plain.norm()).item() > 0.6  # which tokens are read matters
+        if hasattr(module, "token_budget"):
+            module.token_budget, module.block_topk = 90, 45
+    assert ((own(dense, [ids]) - plain).norm() / plain.norm()).item() > max(0.2, 1.5 * lost)  # which tokens are read matters
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_behind(name):
+    """It is refused, but for a model that says by a mask what it has chosen."""
+    model, (ids, mask) = made(name), prompt(1, 40)
+    mask[:, 30:] = 0
+    for steps in ([ids], cut(ids, 30, 10)):
+        cache = KVFastCache(model.config, "float32")
+        if name in MATRICES:
+            found = logits(model, steps, "kvfast", cache, mask)
+            torch.testing.assert_close(found[:, :30], own(model, steps, mask)[:, :30], rtol=1e-3, atol=1e-3)
+            continue
+        with pytest.raises(ValueError, match="padding after the tokens of a row, which has an indexer"):
+            logits(model, steps, "kvfast", cache, mask)
+
+
+def test_latents_that_layers_share_are_refused():
+    """Each layer makes keys of its own of them, and the cache has those of one."""
+    config = copy.deepcopy(made("mistral_large4_text").config)
+    config.kv_source_layers = [0, 0, 2, 3]
+    model = transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
+    with pytest.raises(ValueError, match="latents that another layer has stored"):
+        logits(model, [prompt(1, 20)[0]], "kvfast", KVFastCache(config))
 
 
 def test_what_is_refused(model, tmp_path):
-    ids, mask = prompt(1, 40)
-    mask[:, 30:] = 0
-    for steps in ([ids], cut(ids, 30, 10)):
-        with pytest.raises(ValueError, match="padding after the tokens of a row, which has an indexer"):
-            logits(model, steps, "kvfast", KVFastCache(model.config), mask)
-    with pytest.raises(ValueError, match="what layer . of glm5_next_text keeps"):
-        KVFastCache(transformers.AutoConfig.for_model("glm5_next"))
+    ids, _ = prompt(1, 40)
     cache = KVFastCache(model.config, prompt_cache=kvfast.PromptCache(tmp_path))
     with pytest.raises(ValueError, match="do not have the keys of its indexers"):
         cache.restore_prompt(ids)
@@ -104,6 +133,7 @@ def test_what_is_refused(model, tmp_path):
     cache.reset()
     with pytest.raises(ValueError, match="do not have the keys of its indexers"):
         cache.restore([snapshot])
-    with pytest.raises(ValueError, match="an indexer without a KVFastCache"):
-        logits(model, [ids], "kvfast", transformers.DynamicCache(config=model.config))
+    if model.config.model_type not in MATRICES:
+        with pytest.raises(ValueError, match="an indexer without a KVFastCache"):
+            logits(model, [ids], "kvfast", transformers.DynamicCache(config=model.config))
     cache.prompt_cache.close()

@@ -71,7 +71,7 @@ def test_a_compiled_step_says_the_same(name):
 def test_a_cache_goes_back():
     model = random_model("llama")
     ids, mask = prompt(1, 30)
-    cache = KVFastStaticCache(model.config, 80, "int8")
+    cache = KVFastStaticCache(model.config, 80, "float32")  # codes may be a step away: PyTorch rounds 10 rows otherwise than 30
     first = logits(model, ids, "kvfast_static", cache, mask)
     cache.crop(-10)
     again = logits(model, ids[:, 20:], "kvfast_static", cache, mask)

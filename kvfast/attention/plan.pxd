@@ -7,6 +7,7 @@ from kvfast.attention.tasks cimport kv_call, kv_given, kv_item, kv_keys, kv_quer
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport kv_context, kv_layout
 
+
 cdef class Plan:
     cdef kv_call call
     cdef kv_given given

@@ -99,7 +99,9 @@ SOFTWARE __m512 software_abs_ps(__m512 a)
 
 SOFTWARE __m512i software_dpwssd_epi32(__m512i sums, __m512i a, __m512i b)
 {
-    return software_add_epi32(sums, software_madd_epi16(a, b));
+    const software_vector s = BITS(sums), x = BITS(a), y = BITS(b);
+    return ((software_vector){.half = {_mm256_add_epi32(s.half[0], _mm256_madd_epi16(x.half[0], y.half[0])),
+                                       _mm256_add_epi32(s.half[1], _mm256_madd_epi16(x.half[1], y.half[1]))}}).i;
 }
 
 /* Lanes of a where the mask has a bit, else of `other`. */

@@ -83,7 +83,8 @@ def attention(
     check_call(module, query, window or chunk, dropout, others)
     if rows.awaits(layer):
         rows.fit(layer, key, value, True)
-    parts, of_rows = _looked_at(module, rows, layer, query.shape[2], attention_mask)
+    kind = ChosenMask if rows.indexed[layer] and indices is None else MatrixMask
+    parts, of_rows = _looked_at(module, rows, layer, query.shape[2], attention_mask, kind)
     if indices is not None and any(_pads_behind(row, layer, part, query.shape[2]) for row, part in zip(rows.rows, parts)):
         raise _not_computed(module, "padding after the tokens of a row, which has an indexer: pad on the left")
     if rows.awaits(layer):  # not where another layer reads what this one stored, or the same one a second time
@@ -170,10 +171,11 @@ def _check_positions(positions, before):
         )
 
 
-def _looked_at(module, rows, layer, n, mask):
-    """Which of the `n` new tokens each row has, and what `attend` needs to see what the mask shows them: options of each row."""
+def _looked_at(module, rows, layer, n, mask, kind):
+    """Which of the `n` new tokens each row has, and what `attend` needs to see what the mask shows them: options of each row. `kind`: what
+    a tensor is."""
     try:
-        mask = rows.matrix = mask if mask is None or isinstance(mask, LazyMask) else _matrix_of(rows, layer, n, mask)
+        mask = rows.matrix = mask if mask is None or isinstance(mask, LazyMask) else _matrix_of(rows, layer, n, mask, kind)
         parts = rows.parts(layer, n, mask)
         return parts, [{}] * len(parts) if mask is None else mask.options(rows, layer)
     except UnknownMaskError as error:
@@ -183,11 +185,10 @@ def _looked_at(module, rows, layer, n, mask):
         ) from None
 
 
-def _matrix_of(rows, layer, n, tensor):
+def _matrix_of(rows, layer, n, tensor, kind):
     """The mask of a tensor, which layers share."""
-    if isinstance(rows.matrix, MatrixMask) and rows.matrix.tensor is tensor:
+    if type(rows.matrix) is kind and rows.matrix.tensor is tensor:
         return rows.matrix
-    kind = ChosenMask if rows.indexed[layer] else MatrixMask
     return kind(tensor, rows.kept(layer)[:, : rows.seen[layer] - n])
 
 

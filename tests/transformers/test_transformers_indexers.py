@@ -114,6 +114,15 @@ def test_padding_behind(name):
             logits(model, steps, "kvfast", cache, mask)
 
 
+def test_a_mask_that_hides_what_an_indexer_may_choose_is_refused():
+    model, (ids, _) = made("deepseek_v32"), prompt(1, 40)
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    mask[..., 20:, 3] = False
+    model.set_attn_implementation("kvfast")
+    with torch.no_grad(), pytest.raises(ValueError, match="is another one: token 20 of row 0 sees 20 tokens from 0 to 20"):
+        model(ids, cache=KVFastCache(model.config, "float32"), attention_mask=mask)
+
+
 def test_latents_that_layers_share_are_refused():
     """Each layer makes keys of its own of them, and the cache has those of one."""
     config = copy.deepcopy(made("mistral_large4_text").config)

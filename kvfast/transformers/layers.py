@@ -19,6 +19,8 @@ class StoredLayer(CacheLayerMixin):
 
     def __init__(self, config, rows, index, max_seq_len):
         self._config, self._rows, self._index, self._max_seq_len = config, rows, index, max_seq_len
+        # Latents are stored as the keys and values that the layer makes of them.
+        self._expands = getattr(config.per_layer_config[rows.numbers[index]], "kv_lora_rank", None) is not None
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Take new keys and values. Under ``"kvfast"`` they are stored by the attention function, which knows the mask."""
@@ -27,9 +29,8 @@ class StoredLayer(CacheLayerMixin):
         if not direct:
             rows.check_whole()
         rows.receive(layer, key_states, value_states)
-        if direct:  # latents are stored as the keys and values that the layer makes of them
-            expands = getattr(self._config.per_layer_config[self._rows.numbers[layer]], "kv_lora_rank", None) is not None
-            return tuple(Received.of(tensor, rows, layer, rows.seen[layer], expands) for tensor in (key_states, value_states))
+        if direct:
+            return tuple(Received.of(tensor, rows, layer, rows.seen[layer], self._expands) for tensor in (key_states, value_states))
         rows.fit(layer, key_states, value_states, direct)
         rows.store(layer, rows.parts(layer, key_states.shape[2], None), as_numpy(key_states), as_numpy(value_states))
         first = rows.first_seen(layer, rows.seen[layer] - key_states.shape[2] + 1)

@@ -203,7 +203,7 @@ cdef class Plan:
             item = self.open_item(context)
             item.first_query, item.num_queries, item.part = first_query, n, part
             item.begin = begin_of(first, begin)
-            if self.given.request.causal and num_queries <= KV_FEW_QUERIES:
+            if num_queries <= KV_FEW_QUERIES:
                 cut_context(&self.call, item, item.begin + 1)
                 n = 1
                 while n < num_queries and cut_alike(item, first, first + n):

@@ -83,6 +83,17 @@ def test_a_query_alone_has_the_bits_of_a_few(length, options, dtype):
         cache.truncate(len(cache) - 1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_the_last_of_a_few_queries_that_look_ahead_has_its_bits(dtype):
+    """Their sink tokens lie in another split than their windows, which begin in different splits."""
+    q = queries(16, 4, 64)
+    for length, splits in ((280, 3), (536, 3), (1048, 0)):
+        cache = filled(kvfast.KVCache, length, 2, 64, dtype)
+        for window in (14, 18, 22):
+            options = {"causal": False, "sliding_window": window, "num_sink_tokens": 2, "num_splits": splits}
+            assert np.array_equal(cache.attend(0, q, **options)[-1:], cache.attend(0, q[-1:], **options))
+
+
 def test_splits_without_a_visible_token():
     """The first splits of the first query's window lie before the windows of the others."""
     cache = filled(kvfast.KVCache, 4000, 1, 64, "float32")

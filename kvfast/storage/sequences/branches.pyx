@@ -33,7 +33,7 @@ def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
             stay += 1
         complete = first + int(np.searchsorted(rows, storage.length - first))
         positions = np.asarray(rows)[stay:] + first
-        rows, first = positions, first + stay
+        rows, first = positions - storage.base, first + stay
         for table in storage.tables:
             if first < last:
                 _check_moves(storage, table, first, complete, moved)
@@ -56,7 +56,7 @@ def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
                     table.undo_changes(changes, count, floats_begin)
             raise
         for table, changes, _, _ in opened:
-            _move(table, storage.base, first, rows)
+            _move(table, first - storage.base, rows)
             table.keep_changes(changes)
         storage.keep(last)
         storage.checkpoints = checkpoints
@@ -111,14 +111,13 @@ cdef int _check_moves(SequenceStorage storage, BlockTable table, Py_ssize_t firs
     return 0
 
 
-cdef int _move(BlockTable table, Py_ssize_t base, Py_ssize_t first, const int64_t[::1] rows) except -1:
-    """Move the tokens at the positions `rows`, which rise, to the positions from `first` on, whose blocks are writable. The table's
-    own position 0 is `base`."""
+cdef int _move(BlockTable table, Py_ssize_t first, const int64_t[::1] rows) except -1:
+    """Move the tokens at the positions `rows` of a table, which rise, to those from `first` on, whose blocks are writable."""
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t i, layer
     cdef int64_t source, target
     for i in range(rows.shape[0]):
-        source, target = table.map.slot(rows[i] - base), table.map.slot(first + i - base)
+        source, target = table.map.slot(rows[i]), table.map.slot(first + i)
         with nogil:
             for layer in range(table.pool.num_layers):
                 _move_token(kernels, table.pool.layouts + layer, source, target)

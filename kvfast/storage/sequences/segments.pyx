@@ -7,7 +7,7 @@ are merged like those of any other split.
 """
 import numpy as np
 
-from kvfast.attention.plan cimport Plan
+from kvfast.attention.plan cimport Plan, no_memory
 from kvfast.attention.tasks cimport kv_query
 from kvfast.codec.blocks cimport kv_context
 from kvfast.codec.projection import rotated
@@ -214,7 +214,7 @@ cdef int plan_spliced(Plan plan, list readers) except -1:
             if not _is_plain(reader, segment, sinks):
                 rows += reader.num_queries
     if not plan.reserve_queries(rows, contexts + plan.given.request.q.tokens):
-        raise MemoryError("cannot allocate the working memory of a call of attend")
+        raise no_memory()
     for reader in readers:
         _begin(plan, reader)
         plan.ask(reader.length, reader.first_query, reader.num_queries)

@@ -92,7 +92,8 @@ cdef object explain_plan(Request request, Plan plan, str storage):
         float_kernels=() if layout.floats == NULL else _kernels_of(layout.floats),
         q_shape=(request.c.q.tokens, request.c.q.heads, request.c.q.dim), q_dtype=dtype_name(request.c.q.dtype),
         num_kv_heads=layout.num_kv_heads, v_head_dim=values_of(layout).head_dim, context=plan.context, uncounted=plan.uncounted,
-        tile=plan.given.tile, float_tile=plan.given.float_tile, rows=rows, num_threads=threads, num_tasks=plan.call.num_tasks,
+        tile=plan.given.tile, float_tile=plan.given.float_tile, rows=rows, num_threads=_with_tasks(&plan.call, threads),
+        num_tasks=plan.call.num_tasks,
         items=tuple(items), code_bytes=traffic.codes, scale_bytes=traffic.scales, float_bytes=traffic.floats,
         operations=int(traffic.operations), notes=tuple([text for _, text in _notes(request, plan, threads)]))
 
@@ -123,8 +124,14 @@ cdef tuple _kernels_of(const kv_layout *layout):
     return f"scores_{codes_name(layout.k.dtype)}", f"accumulate_{codes_name(layout.v.dtype)}"
 
 
+cdef inline int _with_tasks(const kv_call *call, int threads) noexcept nogil:
+    """How many of the threads have a task."""
+    return <int>max(1, min(<Py_ssize_t>threads, call.num_tasks))
+
+
 cdef bint run_tasks(kv_call *call, kv_team *team) noexcept nogil:
     cdef kv_given *given = <kv_given *>call.given
+    team.threads = _with_tasks(call, team.threads)
     if not take_scratch(given.scratch, team.threads):
         return False
     call.source, given.watch = _source_of(given), team.watch

@@ -72,9 +72,9 @@ cdef struct kv_loop:
     int flags
 
 
-# Bytes to stream from which a second thread pays: its work must take longer than waking it. python -m kvfast bench --work decode
-# --contexts 64,256,1024 sets it.
-cdef double _WORK_PER_THREAD = 192 * 1024
+# Bytes to stream that pay for one more thread: its work must take longer than waking it. python -m kvfast bench --work decode
+# --contexts 64,256,512,1024 sets it.
+cdef double _WORK_PER_THREAD = (64 if KV_HAVE_OPENMP else 192) * 1024
 
 cdef int _chosen = 0            # set_num_threads or KVFAST_NUM_THREADS, or 0
 cdef int _quota = 0             # CPUs that the cgroup grants, or 0 if there is no quota or OMP_NUM_THREADS is set

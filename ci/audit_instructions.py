@@ -118,33 +118,34 @@ def package():
     return Path(kvfast.__file__).parent
 
 
-# Regions of simd/tier.inc.h whose functions may use more than those of their tier, and the name for what they may use.
-REGIONS = {"KV_MATRIX": "amx"}
+# Folders of simd/ whose functions may use more than their tier in the exact precision, and the name for what they may use: a region of
+# tier.inc.h includes them. Files of the fast precision have a region of their own.
+REGIONS = {"panels_tiles": "amx"}
 
 
 def functions_of_regions():
     """For each function that is defined in such a region what it may use; it has the suffix of the tier around it. Those that a macro
     ends with the name of a dtype end with an underscore."""
-    simd = package() / "simd"
-    text, found = (simd / "tier.inc.h").read_text(), {}
-    for region, tier in REGIONS.items():
-        inside = text[text.index(f"#ifdef {region}") :]
+    found = {}
+    for folder, tier in REGIONS.items():
         names = set()
-        for header in re.findall(r'#include "(.*)"', inside[: re.search("#e(ndif|lse)", inside).start()]):
-            source = (simd / header).read_text()
+        for header in (package() / "simd" / folder).glob("*.h"):
+            source = header.read_text()
             names.update(
                 re.findall(r"^static\b.*?\bKV\((\w+)\)\s*\(", source, re.MULTILINE),
                 re.findall(r"\bstatic void KV\((\w+)##\w+\)", source),
             )
         if not names:
-            raise SystemExit(f"no function found in the region of {region} in simd/tier.inc.h")
+            raise SystemExit(f"no function found in simd/{folder}")
         found |= dict.fromkeys(names, tier)
     return found
 
 
 def tier_of(symbol, regions):
     """Tier of a function by its symbol, or None."""
-    base = symbol.split("@")[0].split(".")[0].removesuffix("_fast")  # a precision of the tier
+    whole = symbol.split("@")[0].split(".")[0]
+    base = whole.removesuffix("_fast")  # a precision of the tier
+    regions = regions if base == whole else {}
     for tier in sorted(TIERS, key=len, reverse=True):
         if base.endswith(f"_{tier}"):
             name = base.removesuffix(f"_{tier}")

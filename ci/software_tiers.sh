@@ -25,7 +25,7 @@ cat >"$work/cc" <<END
 #!/usr/bin/env bash
 for word; do
     case \$word in
-    */*avx512.c | */*avx512_vnni.c | */*avx512_vbmi.c | */*avx_vnni.c | *simd/dispatch.c) exec gcc "\$@" $instead ;;
+    */*avx512.c | */*avx512_vnni.c | */*avx512_vbmi.c | */fast_amx.c | */*avx_vnni.c | *simd/dispatch.c) exec gcc "\$@" $instead ;;
     esac
 done
 exec gcc "\$@"

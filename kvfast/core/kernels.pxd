@@ -44,6 +44,7 @@ cdef extern from "simd/dtypes.h" nogil:
 cdef extern from "simd/kernels.h" nogil:
     enum:
         KV_INTEGERS
+        KV_PACKED
         KV_HALVES
         KV_NUM_WIDE_KINDS
 

@@ -160,9 +160,10 @@ void kv_begin_fast(void)
             KV_PUT(to, from, accumulate[dtype]);
             KV_PUT(to, from, accumulate_latent[dtype]);
         }
-        /* Vectors of codes are faster than words of twice the bytes, which then are not there. */
-        to->prepare_panel[KV_INTEGERS] = from->prepare_panel[KV_INTEGERS];
-        to->attend_panels[KV_INTEGERS] = from->attend_panels[KV_INTEGERS];
+        for (int kind = 0; kind < KV_NUM_WIDE_KINDS; kind++) {
+            KV_PUT(to, from, prepare_panel[kind]);
+            KV_PUT(to, from, attend_panels[kind]);
+        }
     }
 }
 

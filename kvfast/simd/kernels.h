@@ -46,7 +46,7 @@
 #include "dtypes.h"
 #include "limits.h"
 
-enum { KV_INTEGERS, KV_HALVES, KV_NUM_WIDE_KINDS }; /* what panels are multiplied with */
+enum { KV_INTEGERS, KV_PACKED, KV_HALVES, KV_NUM_WIDE_KINDS }; /* what panels are multiplied with */
 
 /* Vectors that do not straddle cache lines. */
 #define KV_ALIGNED __attribute__((aligned(64)))
@@ -177,12 +177,13 @@ typedef struct {
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];
 } kv_panel;
 
-/* Keys and values of a tile of KV_MATRIX_TILE tokens, as operands of the matrix unit or as words; see the two operands.inc.h and
+/* Keys and values of a tile of KV_MATRIX_TILE tokens, as tiles of bytes or as words; see the two operands.inc.h and
    products_bfloat16.inc.h. */
 typedef struct {
     kv_room *room;
     int dim, value_dim;                 /* padded, of keys and of values */
-    int key_halves, value_parts;        /* parts of the keys in bfloat16, or 0: they are codes */
+    int key_parts, rope_parts, value_parts; /* of bytes */
+    int key_halves;                     /* parts of the keys in bfloat16, or 0: they are bytes */
     int rope_dim, rope_halves;          /* of the rotary part of latent rows, or 0 */
     int num_blocks, has_channels;       /* with means, and with channel scales */
     int block_of[KV_MATRIX_TILE / KV_LANES];
@@ -198,6 +199,8 @@ typedef struct {
     KV_ALIGNED float key_scales[KV_MATRIX_TILE];
     KV_ALIGNED float rope_scales[KV_MATRIX_TILE];
     KV_ALIGNED float value_scales[KV_MATRIX_TILE];
+    KV_ALIGNED float value_logs[KV_MATRIX_TILE];                            /* of the fast precision: their logarithms, base 2 */
+    KV_ALIGNED int32_t key_starts[2 * KV_MATRIX_TILE], rope_starts[2 * KV_MATRIX_TILE]; /* of vectors: what sums of bytes begin with */
     KV_ALIGNED float means[KV_MATRIX_TILE / KV_LANES * KV_MAX_HEAD_DIM];    /* (blocks, KV_MAX_HEAD_DIM) of key blocks */
     KV_ALIGNED float channels[KV_MATRIX_TILE / KV_LANES * KV_MAX_HEAD_DIM];
 } kv_operands;
@@ -315,7 +318,7 @@ typedef struct {
                                int num_rows);
     int has_matrix; /* whether panels are multiplied by a matrix unit */
     /* Attention of many query rows on one tile; NULL where vectors take a few at a time. KV_INTEGERS: of codes, and float rows next to
-       them; a matrix unit takes no packed codes. KV_HALVES: of float rows, with a matrix unit in bfloat16 of two parts. */
+       them. KV_PACKED: the same where some codes are packed. KV_HALVES: of float rows, with a matrix unit in bfloat16 of two parts. */
     void (*prepare_panel[KV_NUM_WIDE_KINDS])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                              float scale, int exact, kv_panel *panel); /* rope NULL: no latent rows; exact: no key is rounded */
     void (*attend_panels[KV_NUM_WIDE_KINDS])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,

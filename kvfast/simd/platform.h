@@ -95,7 +95,7 @@
 #define KV_FAST_TIERS(TIER)
 #elif KV_X86
 #if KV_HAVE_AMX
-#define KV_FAST_MATRIX_TIERS(TIER) TIER(amx_fast, amx)
+#define KV_FAST_MATRIX_TIERS(TIER) TIER(avx512_vbmi_fast, amx) TIER(amx_fast, amx) /* vectors, then its panels */
 #else
 #define KV_FAST_MATRIX_TIERS(TIER)
 #endif

@@ -26,8 +26,8 @@
 #include "panels_vnni/weights.inc.h"
 #include "panels_vnni/panels.inc.h"
 #define KV_WORDS                                                                                                       \
-    .prepare_panel = {KV_OF_CODES(KV(prepare_words)), KV(prepare_words)},                                              \
-    .attend_panels = {KV_OF_CODES(KV(attend_word_codes)), KV(attend_words)},
+    .prepare_panel = {KV_OF_CODES(KV(prepare_words)), KV_OF_CODES(KV(prepare_words)), KV(prepare_words)},              \
+    .attend_panels = {KV_OF_CODES(KV(attend_word_codes)), KV_OF_CODES(KV(attend_word_codes)), KV(attend_words)},
 #else
 #define KV_WORDS
 #endif
@@ -97,24 +97,36 @@
     .accumulate = {[KV_INT4] = KV(accumulate_int4), [KV_GAUSS4] = KV(accumulate_gauss4)},
 #endif
 
+#if KV_FAST
+#undef KV_WORDS
+#if defined(KV_MATRIX) /* vectors are those of another file */
+#undef KV_ATTENTION
+#define KV_ATTENTION
+#endif
+#if W == 16 && defined(KV_VNNI)
+#include "panels_tiles/tiles.inc.h"
+#define KV_PANELS .prepare_panel = {KV(prepare_panel)}, .attend_panels = {KV(attend_integers)},
+#else
+#define KV_PANELS
+#endif
+#else
+#define KV_PANELS KV_WORDS
+#endif
+
 const kv_kernels KV(kv_kernels) = {
-    .isa = KV_ISA, KV_ATTENTION
-    KV_EXACT(KV_TABLE KV_WORDS KV_OWN_CACHES(.multiply = {KV(multiply_int8), KV(multiply_float32)}))};
+    .isa = KV_ISA, KV_ATTENTION KV_PANELS
+    KV_EXACT(KV_TABLE KV_OWN_CACHES(.multiply = {KV(multiply_int8), KV(multiply_float32)}))};
 #ifdef KV_MORE_KERNELS /* those of a library that is built with these */
 #include KV_MORE_KERNELS
 #endif
-#ifdef KV_MATRIX /* another region */
+#if defined(KV_MATRIX) && !KV_FAST /* another region */
 KV_TARGET_END
 KV_TARGET_BEGIN(KV_MATRIX)
-#include "panels_amx/operands.inc.h"
-#include "panels_amx/weights.inc.h"
-#include "panels_amx/products_int8.inc.h"
-#include "panels_amx/products_bfloat16.inc.h"
-#include "panels_amx/matrix.inc.h"
+#include "panels_tiles/tiles.inc.h"
 const kv_kernels KV_OF_TIER(kv_kernels, amx) = {
-    .isa = "amx", KV_ATTENTION
-    KV_EXACT(KV_TABLE KV_OWN_CACHES(.multiply = {KV(multiply_tiles), KV(multiply_float32)},))
+    .isa = "amx", KV_ATTENTION KV_TABLE
+    KV_OWN_CACHES(.multiply = {KV(multiply_tiles), KV(multiply_float32)},)
     .has_matrix = 1,
-    .prepare_panel = {KV_OF_CODES(KV(prepare_panel)), KV_OF_FLOATS(KV(prepare_halves))},
-    .attend_panels = {KV_OF_CODES(KV(attend_integers)), KV_OF_FLOATS(KV(attend_halves))}};
+    .prepare_panel = {[KV_INTEGERS] = KV_OF_CODES(KV(prepare_panel)), [KV_HALVES] = KV(prepare_halves)},
+    .attend_panels = {[KV_INTEGERS] = KV_OF_CODES(KV(attend_integers)), [KV_HALVES] = KV(attend_halves)}};
 #endif

@@ -60,7 +60,8 @@ def test_loud_channels(isa, rng, name, whose):
 
 @parametrize("name", list(CODED), ["int8", "int4", "k8v4"])
 def test_many_small_weights_beside_a_large_one(isa, rng, name):
-    """Each is less than a step of 7 bits. Their sum is right, as what the rounding of one leaves out goes to the next."""
+    """Each is less than a step of 7 bits. Their sum is right: what the rounding of one leaves out goes to the next, or some of them are
+    rounded up."""
     dim = 32
     for below in (3, 5, 6.5, 9):
         k, v = rng.standard_normal((2, 1000, 1, dim)).astype(np.float32) * 0.02
@@ -116,6 +117,18 @@ def test_the_bits_do_not_depend_on_threads_batches_and_other_queries(isa, rng, n
         if i < 15:
             shorter.truncate(len(k) - 15 + i)
         assert np.array_equal(shorter.attend(0, q[i : i + 1], precision="fast")[0], together[i])
+
+
+@parametrize("name", list(CODED), ["int8", "int4", "int3"])
+def test_the_bits_of_many_queries_do_not_depend_on_threads(isa, rng, name):
+    """Which change the rows and the tokens that a task has."""
+    k, v = rng.standard_normal((2, 1500, 2, 64)).astype(np.float32) * np.geomspace(0.01, 3, 1500, dtype=np.float32)[:, None, None]
+    q = rng.standard_normal((300, 8, 64)).astype(np.float32)
+    cache = filled(CODED[name], k, v)
+    one = cache.attend(0, q, precision="fast", num_threads=1, sliding_window=777, num_sink_tokens=2)
+    for threads in (2, 7, 64):
+        more = cache.attend(0, q, precision="fast", num_threads=threads, sliding_window=777, num_sink_tokens=2)
+        assert np.array_equal(more, one), threads
 
 
 def told(cache):

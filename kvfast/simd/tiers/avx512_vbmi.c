@@ -8,7 +8,7 @@ KV_TARGET_BEGIN(KV_TARGET)
 #define KV_ISA "avx512_vbmi"
 #define KV_VNNI
 #define KV_VBMI
-#if KV_HAVE_AMX
+#if KV_HAVE_AMX && !KV_FAST /* fast_amx.c has those of the fast precision */
 #define KV_MATRIX KV_TARGET ",amx-tile,amx-int8,amx-bf16"
 #endif
 #include "../isa/vec_avx512.h"

@@ -1,28 +1,4 @@
-/* Turns the scores of 16 query rows and KV_MATRIX_TILE tokens into weights, as activations of the matrix unit. */
-
-/* Applies softcap and ALiBi, and masks the tokens that a row may not see. */
-static inline void KV(bend_row)(const kv_panel *panel, int r, int64_t position, int begin, int end, float *scores)
-{
-    const int from = panel->start[r], to = panel->stop[r];
-    const int bent = kv_bends(&panel->options);
-    const vi lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    if (bent) KV(bend_scores)(scores, begin, end, from, to, r, position, &panel->options);
-    if (from > begin || to < end)
-        for (int t = begin; t < end; t += W) {
-            const vi at = vi_add(vi_set1(t), lanes);
-            const __mmask16 before = _mm512_cmplt_epi32_mask(at, vi_set1(from));
-            const __mmask16 behind = _mm512_cmpge_epi32_mask(at, vi_set1(to));
-            vf_store(scores + t, _mm512_mask_mov_ps(vf_load(scores + t), before | behind, vf_set1(-INFINITY)));
-        }
-}
-
-/* How a tile corrects the sums of the tiles before it. */
-typedef struct {
-    unsigned changed;                  /* bit r: the maximum of row r rose */
-    KV_ALIGNED float rescale[KV_ROWS]; /* exp(maximum before - maximum now), exactly 1 where it stays */
-    KV_ALIGNED float unit[KV_ROWS];    /* of integer weights, relative to the maximum now */
-    KV_ALIGNED float inverse[KV_ROWS]; /* factor that made the weights integers */
-} KV(correction);
+/* Weights as activations of two parts, or in bfloat16. */
 
 /* Turns scores into weights, exp(score - maximum), and updates the panel's maxima and sums of weights.
    With `halves` the maxima are those of all tiles so far, and x is (2, KV_MATRIX_TILE / 32, KV_ROWS, 32) bfloat16. Otherwise they
@@ -35,27 +11,10 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
 {
     KV_ALIGNED float most[KV_ROWS * W], sums[KV_ROWS * W], base[KV_ROWS];
     const vf log2e = vf_set1(1.44269504f);
-    const vf none = vf_set1(-INFINITY), one = vf_set1(1.0f);
-    for (int r = 0; r < KV_ROWS; r++) {
-        float *row = scores + r * KV_MATRIX_TILE;
-        KV(bend_row)(panel, r, position, begin, end, row);
-        vf a = none, b = none;
-        for (int t = begin; t < end; t += 4 * W) {
-            a = vf_max(a, vf_max(vf_load(row + t), vf_load(row + t + W)));
-            b = vf_max(b, vf_max(vf_load(row + t + 2 * W), vf_load(row + t + 3 * W)));
-        }
-        vf_store(most + r * W, vf_max(a, b));
-    }
-    const vf here = KV(reduce_rows)(most, 1);
-    const __mmask16 blind = _mm512_cmp_ps_mask(here, none, _CMP_EQ_OQ);
-    const vf before = vf_load(panel->m), now = vf_max(before, here);
-    const __mmask16 same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
-    const vf from = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, none, _CMP_NEQ_OQ), now);
-    /* Exactly 1 where the maximum stays, so that a tile changes nothing for a row that sees none of it. */
-    const vf keep = _mm512_mask_mov_ps(KV(exp)(vf_sub(before, from)), same, one);
-    vf_store(panel->m, now);
-    vf_store(correction->rescale, keep);
-    correction->changed = (uint16_t)~same;
+    vf here, reach;
+    const vf from = KV(find_maxima)(operands, panel, position, begin, end, scores, correction, &here, &reach);
+    const vf keep = vf_load(correction->rescale);
+    const __mmask16 blind = _mm512_cmp_ps_mask(here, vf_set1(-INFINITY), _CMP_EQ_OQ);
     vf_store(base, halves ? from : _mm512_maskz_mov_ps(~blind, here));
     for (int r = 0; r < KV_ROWS; r++) {
         float *row = scores + r * KV_MATRIX_TILE;
@@ -84,7 +43,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const vf add = KV(exp)(vf_sub(here, from)), top = KV(reduce_rows)(most, 1);
     vf_store(panel->l, vf_fma(l, keep, vf_mul(sum, add)));
     vf_store(correction->unit, vf_mul(vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)), add));
-    for (int r = 0; !KV_FAST && r < KV_ROWS; r++)
+    for (int r = 0; r < KV_ROWS; r++)
         panel->noise[r] = panel->noise[r] * correction->rescale[r] * correction->rescale[r]
                         + KV(noise_of)(correction->unit[r], operands->code_size, panel->stop[r] - panel->start[r]);
     vf_store(correction->inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_WEIGHT), top), top, 0x1p-100f));

@@ -1,0 +1,111 @@
+/* Products of bytes with vectors (vpdpbusd), for the fast precision where there is no matrix unit. The first factor has no sign:
+   weights are not negative, and query rows are 128 more than they are. So the sums of a key begin with -128 times the sum of its
+   elements:
+       |sum| <= 255 * 128 * 512 = 16 711 680 for each part. */
+
+static inline void KV(begin_tiles)(void) {}
+static inline void KV(end_tiles)(void) {}
+
+/* What the sums of 16 keys begin with, over `lines` lines. */
+static inline void KV(find_starts)(const int8_t *keys, int lines, int32_t *starts)
+{
+    vacc sum = (vacc)vi_set1(0);
+    for (int line = 0; line < lines; line++)
+        sum = (vacc)_mm512_dpbusd_epi32((__m512i)sum, vi_set1(KV_ABOVE_ZERO), _mm512_load_si512(keys + line * 64));
+    _mm512_store_si512(starts, vi_sub(vi_set1(0), (vi)sum));
+}
+
+/* Loads keys, codes of one part or float rows of two, (16 tokens, parts, padded_dim / 64, 16 lines, 64); returns the number of
+   parts. */
+static int KV(load_key_bytes)(const kv_side *side, const kv_tile *tile, kv_room *room, int8_t *out, float *scales, int32_t *starts)
+{
+    const int n = side->padded_dim, tiles = (n + TILE_DEPTH - 1) / TILE_DEPTH, parts = side->family == KV_FLOAT_ROWS ? 2 : 1;
+    const char *rows[KV_MATRIX_TILE];
+    typedef struct { KV_ALIGNED int8_t lines[2][KV_MAX_HEAD_DIM / TILE_DEPTH][TILE_BYTES]; } pass;
+    int8_t(*const lines)[KV_MAX_HEAD_DIM / TILE_DEPTH][TILE_BYTES] = KV_IN(room->pass, pass)->lines;
+    int count = kv_whole_lanes(tile->count);
+    if (parts == 1) KV(load_key_lanes)(side, tile, out, scales);
+    else count = KV(find_rows)(side, tile, KV_LANES, rows);
+    for (int token = 0; token < count; token += KV_LANES) {
+        for (int t = 0; parts == 2 && t < KV_LANES; t++)
+            scales[token + t] = KV(cut_row)(side, rows[token + t], tiles, lines[0][0] + 64 * t, lines[1][0] + 64 * t, TILE_BYTES);
+        for (int part = 0; part < parts; part++, out += tiles * TILE_BYTES) {
+            for (int i = 0; parts == 2 && i < tiles; i++) KV(transpose_lines)(lines[part][i], out + i * TILE_BYTES);
+            KV(find_starts)(out, n / 4, starts + part * KV_MATRIX_TILE + token);
+        }
+    }
+    return parts;
+}
+
+/* Sums of 4 rows and `lanes` lane tiles, `stride` bytes apart, over `lines` lines; activations are (tiles, rows, 64). */
+static inline __attribute__((always_inline)) void KV(multiply_rows)(const int8_t *codes, ptrdiff_t stride, const int lanes, int lines,
+                                                                    const int8_t *x, const int32_t *starts, int32_t *sums)
+{
+    vacc sum[4][4];
+#pragma GCC unroll 4
+    for (int lane = 0; lane < lanes; lane++) {
+        const vi start = starts ? _mm512_load_si512(starts + lane * KV_LANES) : vi_set1(0);
+        KV_FOR4(r, 4, sum[lane][r] = (vacc)start;);
+    }
+    for (; lines > 0; lines -= 16, x += TILE_BYTES)
+        for (int line = 0; line < 16 && line < lines; line++, codes += 64) {
+            vi row[4];
+            KV_FOR4(r, 4, row[r] = vi_set1(kv_load32(x + r * TILE_DEPTH + line * 4)););
+#pragma GCC unroll 4
+            for (int lane = 0; lane < lanes; lane++) {
+                const vi at = _mm512_load_si512(codes + lane * stride);
+                KV_FOR4(r, 4, sum[lane][r] = (vacc)_mm512_dpbusd_epi32((__m512i)sum[lane][r], row[r], at););
+            }
+        }
+    KV_NOTHING_SOONER;
+#pragma GCC unroll 4
+    for (int lane = 0; lane < lanes; lane++)
+        KV_FOR4(r, 4, _mm512_store_si512(sums + lane * (int)(sizeof(KV(lane_sums)) / 4) + r * KV_LANES, (vi)sum[lane][r]););
+}
+
+/* The same of all rows, and of each of the parts, `part` bytes apart. */
+static inline __attribute__((always_inline)) void KV(multiply_lanes)(const int8_t *codes, ptrdiff_t stride, ptrdiff_t part, int parts,
+                                                                     const int lanes, int lines, const int8_t *x,
+                                                                     const int32_t *starts, KV(lane_sums) *sums)
+{
+    for (int r = 0; r < KV_ROWS; r += 4) {
+        KV(multiply_rows)(codes, stride, lanes, lines, x + r * TILE_DEPTH, starts, sums->high + r * KV_LANES);
+        if (parts == 2)
+            KV(multiply_rows)(codes + part, stride, lanes, lines, x + r * TILE_DEPTH, starts ? starts + KV_MATRIX_TILE : NULL,
+                              sums->low + r * KV_LANES);
+    }
+}
+
+/* Scores of the lane tiles first to last. */
+static inline __attribute__((always_inline)) void KV(score_lanes)(const KV(key_products) *p, int first, int last, float *scores,
+                                                                  const int shifts, const int use)
+{
+    KV(lane_sums) sums[4];
+    const ptrdiff_t part = (p->dim + TILE_DEPTH - 1) / TILE_DEPTH * TILE_BYTES, stride = p->parts * part;
+    for (int lane = first, lanes; lane < last; lane += lanes) {
+        const int8_t *keys = p->keys + lane * stride;
+        const int32_t *starts = p->starts + lane * KV_LANES;
+        lanes = last - lane < 4 ? 1 : 4;
+        if (lanes == 4) KV(multiply_lanes)(keys, stride, part, p->parts, 4, p->dim / 4, p->x, starts, sums);
+        else KV(multiply_lanes)(keys, stride, part, p->parts, 1, p->dim / 4, p->x, starts, sums);
+        for (int i = 0; i < lanes; i++) KV(put_scores)(p, sums + i, lane + i, scores, shifts, use);
+    }
+}
+
+/* Adds weights times values to the panel's sums, and the sums before times `rescale`, or as they are if it is NULL. */
+static inline __attribute__((always_inline)) void KV(add_products)(
+    const kv_operands *operands, kv_panel *panel, int begin, int end, const int8_t *x, const float *unit, const float *rescale,
+    KV(lane_sums) *sums)
+{
+    const ptrdiff_t part = TOKEN_TILES * TILE_BYTES, stride = operands->value_parts * part;
+    const int all = operands->value_dim / KV_LANES, lines = (end - begin) / 4, parts = operands->value_parts;
+    x += begin * KV_ROWS;
+    for (int lane = 0, lanes; lane < all; lane += lanes) {
+        const int8_t *values = operands->values + begin * KV_LANES + lane * stride;
+        lanes = all - lane < 4 ? 1 : 4;
+        if (lanes == 4) KV(multiply_lanes)(values, stride, part, parts, 4, lines, x, NULL, sums);
+        else KV(multiply_lanes)(values, stride, part, parts, 1, lines, x, NULL, sums);
+        for (int i = 0; i < lanes; i++)
+            KV(add_lane_tile)(sums + i, parts, unit, rescale, panel->acc + (lane + i) * (KV_ROWS * KV_LANES));
+    }
+}

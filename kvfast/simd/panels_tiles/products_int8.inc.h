@@ -1,0 +1,122 @@
+/* Products of bytes: 16 rows of activations by 16 lanes over 64 depths. The matrix unit takes them at once, by_unit.inc.h; for the fast
+   precision vectors do, too, by_vectors.inc.h. The keys and values of KV_MATRIX_TILE tokens, operands.inc.h, are
+
+     of 1 part    codes minus their bias: they are multiplied by the activations' high and low parts
+     of 2 parts   16-bit integers 256 x high + low, for what is stored as floats: high x high, high x low and
+                  low x high are multiplied; the low parts' product, 2^-16 of the whole, is left out
+
+   The sums over these tokens stay integers. With 1 part they are exact as in activations.inc.h. With 2 parts, in units of 256,
+       |sum v x| / 256 <= 128 * 32639 * 32639 / 256 = 532 654 500 < 2^31, and what is left out is
+   at most 64 * 128.
+
+   Activations of the fast precision are one part, the high one. With 2 parts, of 512 elements of a key or 128 tokens,
+       |sum v x| <= 512 * 32639 * 127 = 2 122 317 696 < 2^31.
+
+   Keys that are stored as floats are multiplied in bfloat16 where there is a matrix unit, products_bfloat16.inc.h: with one channel
+   louder than the others, an integer would leave the others few bits. Vectors have 16 bits for them. Queries are rounded as in
+   activations.inc.h, and their rounding errors are multiplied as well where they matter. */
+
+#define KV_ABOVE_ZERO ((int)0x80808080) /* 128 in each byte */
+
+/* Cuts row r of a panel times `inverse` into integers, (2, tiles, rows, 64). For vectors they are 128 more, as their first factor has
+   no sign. */
+static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int8_t *parts)
+{
+    const int tiles = (n + TILE_DEPTH - 1) / TILE_DEPTH;
+    for (int i = 0; i < tiles; i++) {
+        vi x[4];
+        for (int j = 0; j < 4; j++) {
+            const int at = i * TILE_DEPTH + j * W;
+            x[j] = at < n ? vf_round(vf_mul(vf_load(row + at), inverse)) : vi_set1(0);
+        }
+        int8_t *at = parts + i * TILE_BYTES + r * TILE_DEPTH;
+        KV(cut_activations)(x[0], x[1], x[2], x[3], at, at + tiles * TILE_BYTES);
+        if (!KV_TILE_UNIT) _mm512_store_si512(at, _mm512_xor_si512(_mm512_load_si512(at), vi_set1(KV_ABOVE_ZERO)));
+    }
+}
+
+/* Prepares 16 query rows: times the softmax scale, as integers with their units, and in bfloat16. */
+static void KV(prepare_rows)(const float *rows, int n, float factor, float *scaled, float *unit, float *inverse,
+                             int8_t *parts, int8_t *halves)
+{
+    for (int r = 0; r < KV_ROWS; r++, rows += n, scaled += n) {
+        KV(scale_row)(rows, n, factor, NULL, scaled);
+        const float largest = kv_bits_float((uint32_t)KV(max_magnitude_bits)(scaled, n));
+        inverse[r] = KV_INVERSE(largest);
+        unit[r] = largest / KV_MAX_ACTIVATION;
+        KV(cut_query)(scaled, n, vf_set1(inverse[r]), r, parts);
+        if (KV_TILE_UNIT) KV(halve_query)(scaled, n, vf_set1(1.0f), r, halves);
+    }
+}
+
+/* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
+static void KV(prepare_panel)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
+                              float factor, int exact, kv_panel *panel)
+{
+    (void)exact;
+    KV(prepare_rows)(rows, side->padded_dim, factor, panel->queries, panel->unit, panel->inverse, panel->parts, panel->halves);
+    if (rope)
+        KV(prepare_rows)(rope_rows, rope->padded_dim, factor, panel->rope_queries, panel->rope_unit, panel->rope_inverse,
+                         panel->rope, panel->rope_halves);
+}
+
+/* Sums of a lane tile, 16 rows x 16 lanes. */
+typedef struct {
+    KV_ALIGNED int32_t high[KV_ROWS * KV_LANES];
+    KV_ALIGNED int32_t low[KV_ROWS * KV_LANES];
+} KV(lane_sums);
+
+/* Whether products of operands of `parts` parts have a sum of low ones. */
+#define KV_HAS_LOW(parts) (!KV_FAST || (parts) == 2)
+
+static inline vf KV(total)(const KV(lane_sums) *sums, int row, int parts)
+{
+    if (!KV_HAS_LOW(parts)) return vi_to_float(_mm512_load_si512(sums->high + row * KV_LANES));
+    return vi_to_float(vi_add(_mm512_slli_epi32(_mm512_load_si512(sums->high + row * KV_LANES), 8),
+                              _mm512_load_si512(sums->low + row * KV_LANES)));
+}
+
+/* What turns sums of keys and activations into scores. */
+typedef struct {
+    const int8_t *keys;        /* lane tiles, (16 tokens, parts, tiles, 16 lines, 64) */
+    const int8_t *x;           /* (2, tiles, rows, 64) */
+    int dim, parts;
+    const int32_t *starts;     /* of vectors: what the sums of each part begin with, (parts, KV_MATRIX_TILE) */
+    const float *scales;       /* of the tokens */
+    const float *unit;         /* of each row of x */
+    const float *shift;        /* of each row, or NULL */
+    const float *most;         /* of each row, the largest score so far, or -infinity; see least_errors */
+    float error;               /* what makes a unit times a token's scale a standard error */
+    kv_room *room;
+} KV(key_products);
+
+enum { SETS, ADDS, REFINES }; /* what becomes of scores: they are written, added to others, or added where the rounding matters */
+
+/* Turns the sums of a lane tile, 16 tokens, into scores. */
+static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_products) *p, const KV(lane_sums) *done, int lane,
+                                                                 float *scores, const int shifts, const int use)
+{
+    const vf scale = vf_load(p->scales + lane * KV_LANES);
+    float *row = scores + lane * KV_LANES;
+    for (int r = 0; r < KV_ROWS; r++, row += KV_MATRIX_TILE) {
+        const vf total = KV(total)(done, r, p->parts), factor = vf_mul(scale, vf_set1(p->unit[r]));
+        if (use == REFINES) {
+            const vf excess = vf_sub(vf_mul(factor, vf_set1(p->error)), KV(least_errors)(vf_load(row), vf_set1(p->most[r])));
+            vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_mul(total, factor), excess, 0.0f)));
+        } else if (use == ADDS) vf_store(row, vf_fma(total, factor, vf_load(row)));
+        else if (shifts) vf_store(row, vf_fma(total, factor, vf_set1(p->shift[r])));
+        else vf_store(row, vf_mul(total, factor));
+    }
+}
+
+/* Adds the sums of a lane tile of values to a panel's, and the sums before times `rescale`, or as they are if it is NULL. */
+static inline __attribute__((always_inline)) void KV(add_lane_tile)(const KV(lane_sums) *done, int parts, const float *unit,
+                                                               const float *rescale, float *target)
+{
+    if (!rescale)
+        for (int r = 0; r < KV_ROWS; r++, target += KV_LANES)
+            vf_store(target, vf_fma(KV(total)(done, r, parts), vf_set1(unit[r]), vf_load(target)));
+    else
+        for (int r = 0; r < KV_ROWS; r++, target += KV_LANES)
+            vf_store(target, vf_fma(KV(total)(done, r, parts), vf_set1(unit[r]), vf_mul(vf_load(target), vf_set1(rescale[r]))));
+}

@@ -1,0 +1,115 @@
+/* Scores of a panel: rows that are cut into bytes, and again what the rounding left out. */
+
+/* Adds to the scores the rounding errors of the rows, times `inverse`, where they matter; see activations.inc.h. `scale` is
+   the largest scale of the tokens. */
+static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *rounded, const float *rows, const float *inverse,
+                                                       float scale, int first, int last, float *scores)
+{
+    typedef struct { KV_ALIGNED int8_t x[KV_ROWS * KV_MAX_HEAD_DIM * 2]; } rest;
+    int8_t *const x = KV_IN(rounded->room->again, rest)->x;
+    float left[KV_MAX_HEAD_DIM], unit[KV_ROWS], least[KV_ROWS];
+    KV(key_products) p = *rounded;
+    int begin = last, end = first; /* lane tiles with scores that may count; pairs of them, as score_lanes wants */
+    for (int r = 0; r < KV_ROWS; r++) least[r] = KV(least_score)(p.error * scale * p.unit[r], p.most[r]);
+    for (int lane = first; lane < last; lane++) {
+        vf above = vf_set1(-1.0f);
+        for (int r = 0; r < KV_ROWS; r++)
+            above = vf_max(above, vf_sub(vf_load(scores + r * KV_MATRIX_TILE + lane * KV_LANES), vf_set1(least[r])));
+        if (vf_hmax(above) < 0.0f) continue;
+        begin = begin < last ? begin : lane - (lane - first) % 2;
+        end = lane + 2 - (lane - first) % 2;
+    }
+    end = end < last ? end : last;
+    if (begin >= end) return;
+    for (int r = 0; r < KV_ROWS; r++) {
+        KV(leave_rounding)(rows + r * p.dim, 0, 1, p.dim, inverse + r, left);
+        KV(cut_query)(left, p.dim, vf_set1(1.0f), r, x);
+        unit[r] = p.unit[r] * (0.5f / KV_MAX_ACTIVATION);
+    }
+    p.x = x, p.unit = unit, p.error *= 2.0f * KV_MAX_ACTIVATION;
+    KV(score_lanes)(&p, begin, end, scores, 0, REFINES);
+}
+
+/* Scores of the lane tiles first to last, from rows that are cut as p describes. */
+static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_products) *p, const float *rows, const float *inverse,
+                                                                 int first, int last, float *scores, const int shifts, const int use)
+{
+    vf scales = vf_set1(0.0f);
+    KV(score_lanes)(p, first, last, scores, shifts, use);
+    if (KV_FAST) return;
+    for (int lane = first; lane < last; lane++) scales = vf_max(scales, vf_load(p->scales + lane * KV_LANES));
+    const float scale = vf_hmax(scales);
+    if (vf_hmax(vf_load(p->unit)) * scale * p->error * 1.001f >= KV_LEAST_ERROR)
+        KV(refine_lanes)(p, rows, inverse, scale, first, last, scores);
+}
+
+/* A panel's rows folded with a key block's statistics. */
+typedef struct {
+    KV_ALIGNED float shift[KV_ROWS], unit[KV_ROWS], inverse[KV_ROWS];
+    KV_ALIGNED float rows[KV_ROWS * KV_MAX_HEAD_DIM];
+    KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];
+} KV(folded_panel);
+
+/* What the task's room holds while a panel reads a tile: scores, then weights; weights in the order of the matrix unit. */
+typedef struct {
+    KV_ALIGNED float scores[KV_ROWS * KV_MATRIX_TILE];
+    KV_ALIGNED int8_t x[2 * TOKEN_HALVES * TILE_BYTES];
+    KV(folded_panel) folded;
+    KV(lane_sums) sums[4];
+} KV(panel_room);
+
+static void KV(fold_panel)(const kv_operands *operands, const kv_panel *panel, int block, KV(folded_panel) *folded)
+{
+    KV_ALIGNED float sums[KV_ROWS * W], most[KV_ROWS * W];
+    const float *means = operands->means + block * KV_MAX_HEAD_DIM, *scales = operands->channels + block * KV_MAX_HEAD_DIM;
+    const int n = operands->dim;
+    for (int r = 0; r < KV_ROWS; r++) {
+        const float *row = panel->queries + r * n;
+        float *product = folded->rows + r * n;
+        vf sum = vf_set1(0.0f), largest = sum;
+        for (int c = 0; c < n; c += W) {
+            const vf x = vf_load(row + c);
+            sum = vf_fma(x, vf_load(means + c), sum);
+            if (!operands->has_channels) continue;
+            const vf scaled = vf_mul(x, vf_load(scales + c));
+            largest = vf_max(largest, vf_abs(scaled));
+            vf_store(product + c, scaled);
+        }
+        vf_store(sums + r * W, sum);
+        vf_store(most + r * W, largest);
+    }
+    vf_store(folded->shift, KV(reduce_rows)(sums, 0));
+    if (!operands->has_channels) return;
+    const vf top = KV(reduce_rows)(most, 1);
+    vf_store(folded->unit, vf_mul(top, vf_set1(1.0f / KV_MAX_ACTIVATION)));
+    vf_store(folded->inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_ACTIVATION), top), top, 0x1p-100f));
+    for (int r = 0; r < KV_ROWS; r++)
+        KV(cut_query)(folded->rows + r * n, n, vf_set1(folded->inverse[r]), r, folded->parts);
+}
+
+/* Scores of the tokens begin to end, whose keys are codes. */
+static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
+{
+    const int first = begin / KV_LANES, last = end / KV_LANES;
+    const float *most = operands->rope_dim || kv_bends(&panel->options) ? KV(no_scores) : panel->m;
+    KV(key_products) p = {operands->keys, panel->parts, operands->dim, operands->key_parts, operands->key_starts, operands->key_scales,
+                          panel->unit, NULL, most, operands->error, operands->room};
+    KV(folded_panel) *const folded = &KV_IN(operands->room->pass, KV(panel_room))->folded;
+    if (operands->num_blocks == 0) KV(score_rows)(&p, panel->queries, panel->inverse, first, last, scores, 0, SETS);
+    for (int lane = first, stop; operands->num_blocks && lane < last; lane = stop) {
+        for (stop = lane + 1; stop < last && operands->block_of[stop] == operands->block_of[lane];) stop++;
+        KV(fold_panel)(operands, panel, operands->block_of[lane], folded);
+        p.shift = folded->shift;
+        if (operands->has_channels) p.x = folded->parts, p.unit = folded->unit;
+        KV(score_rows)(&p, operands->has_channels ? folded->rows : panel->queries,
+                       operands->has_channels ? folded->inverse : panel->inverse, lane, stop, scores, 1, SETS);
+    }
+}
+
+/* Adds the products of the rotary part of latent rows, codes, to the scores. */
+static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
+{
+    const KV(key_products) p = {operands->rope, panel->rope, operands->rope_dim, operands->rope_parts, operands->rope_starts,
+                                operands->rope_scales, panel->rope_unit, NULL, KV(no_scores), operands->rope_error, operands->room};
+    KV(score_rows)(&p, panel->rope_queries, panel->rope_inverse, begin / KV_LANES, end / KV_LANES, scores, 0, ADDS);
+}

@@ -1,5 +1,5 @@
-/* Lays out keys and values of up to KV_MATRIX_TILE tokens as operands of the matrix unit: lane tiles of 16 lanes by 64
-   depths, in int8, values in one or two parts; see products_int8.inc.h. */
+/* Lays out keys and values of up to KV_MATRIX_TILE tokens as operands: lane tiles of 16 lanes by 64 depths, in int8, values in one or
+   two parts; see products_int8.inc.h. */
 
 enum {
     TILE_DEPTH = 64,

@@ -1,8 +1,8 @@
-/* Attention of many query rows with the matrix unit (AMX). Panels of 16 query rows read the keys and values of KV_MATRIX_TILE
-   tokens, which are laid out once as operands for all panels. The softmax is corrected once for every KV_MATRIX_TILE tokens.
+/* Attention of many query rows in tiles. Panels of 16 query rows read the keys and values of KV_MATRIX_TILE tokens, which are laid out
+   once as operands for all panels. The softmax is corrected once for every KV_MATRIX_TILE tokens.
 
-   Codes, and values of float rows next to codes, are multiplied as integers, products_int8.inc.h. Keys of these float rows are
-   multiplied in bfloat16, products_bfloat16.inc.h, and so are keys and values of caches of float16 or bfloat16 (`halves`). */
+   Codes, and values of float rows next to codes, are multiplied as integers, products_int8.inc.h. A matrix unit multiplies keys of
+   these float rows in bfloat16, products_bfloat16.inc.h, and so keys and values of caches of float16 or bfloat16 (`halves`). */
 
 static inline __attribute__((always_inline)) void KV(attend_panel)(
     const kv_operands *operands, kv_panel *panel, int64_t position, KV(following) *next, const int halves)

@@ -289,6 +289,7 @@ def test_servers_share_a_store_and_are_killed(tmp_path):
             client.start()
         while len(values(tmp_path / "store")) < 2:
             assert any(client.is_alive() for client in clients)
+            time.sleep(0.02)
         kill(server)
         for client in clients:
             client.join()

@@ -20,6 +20,7 @@ from kvfast.core.checks cimport check_integers
 from kvfast.core.flags cimport kv_drop
 from kvfast.core.kernels cimport active_for, kv_kernels, kv_rope_scratch, kv_wide_scratch
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_ROWS
+from kvfast.core.threads cimport work_of_attention
 
 from kvfast.errors import DimensionMismatchError
 
@@ -234,7 +235,8 @@ cdef class Plan:
             self.wide, self.given.wide_kind = True, panels
         self.packed = self.packed or panels == NO_PACKED_PANELS
         self.call.num_items += 1
-        self.work += <Py_ssize_t>(work_of(self.given.layout, span) * max(1.0, item.num_queries * self.call.group / 8.0))
+        self.work += <Py_ssize_t>(work_of_attention(work_of(self.given.layout, span))
+                                  * max(1.0, item.num_queries * self.call.group / 8.0))
 
     cdef void join(self, Py_ssize_t first_item) noexcept nogil:
         """Let the last item continue the one before it, if that is not before `first_item` and their tasks have the same rows.

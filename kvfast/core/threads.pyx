@@ -72,9 +72,11 @@ cdef struct kv_loop:
     int flags
 
 
-# Bytes to stream that pay for one more thread: its work must take longer than waking it. python -m kvfast bench --work decode
-# --contexts 64,256,512,1024 sets it.
-cdef double _WORK_PER_THREAD = (64 if KV_HAVE_OPENMP else 192) * 1024
+# Bytes to stream that pay for one more thread: its work must take longer than waking it. python -m kvfast bench --work append
+# --tokens 16 sets it, and --work decode --contexts 64,256,512,1024 what a byte of attention counts. Threads of the pool take longer to
+# wake.
+cdef double _WORK_PER_THREAD = 192 * 1024
+cdef int _WORK_OF_ATTENTION = 3 if KV_HAVE_OPENMP else 1
 
 cdef int _chosen = 0            # set_num_threads or KVFAST_NUM_THREADS, or 0
 cdef int _quota = 0             # CPUs that the cgroup grants, or 0 if there is no quota or OMP_NUM_THREADS is set
@@ -169,6 +171,11 @@ cdef void gather_unwatched(kv_team *team, int num_threads, double work) noexcept
     team.threads, team.watch = _count(num_threads, work), NULL
     if team.threads > 1:
         _pool_started = True
+
+
+cdef double work_of_attention(double nbytes) noexcept nogil:
+    """Bytes that take as long to stream as attention to `nbytes`."""
+    return nbytes * _WORK_OF_ATTENTION
 
 
 cdef int for_each(kv_team *team, kv_do_task do_task, void *call, Py_ssize_t num_tasks, kv_schedule schedule) except -1:

@@ -98,7 +98,6 @@
 #endif
 
 #if KV_FAST
-#undef KV_WORDS
 #if defined(KV_MATRIX) /* vectors are those of another file */
 #undef KV_ATTENTION
 #define KV_ATTENTION

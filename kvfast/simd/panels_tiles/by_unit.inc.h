@@ -155,6 +155,6 @@ static double KV(multiply_tiles)(ptrdiff_t steps, float *sink)
     }
     _tile_stored(0, sums, 64);
     *sink = (float)sums[0];
-    _tile_release();
+    KV(end_tiles)();
     return 2.0 * (double)((steps + 1) / 2 * 2) * (KV_ROWS * KV_LANES * TILE_DEPTH);
 }

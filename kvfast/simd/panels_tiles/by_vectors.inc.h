@@ -63,17 +63,19 @@ static inline __attribute__((always_inline)) void KV(multiply_rows)(const int8_t
         KV_FOR4(r, 4, _mm512_store_si512(sums + lane * (int)(sizeof(KV(lane_sums)) / 4) + r * KV_LANES, (vi)sum[lane][r]););
 }
 
-/* The same of all rows, and of each of the parts, `part` bytes apart. */
-static inline __attribute__((always_inline)) void KV(multiply_lanes)(const int8_t *codes, ptrdiff_t stride, ptrdiff_t part, int parts,
-                                                                     const int lanes, int lines, const int8_t *x,
-                                                                     const int32_t *starts, KV(lane_sums) *sums)
+/* The same of all rows and of both parts, `part` bytes apart, if there are two. Returns the number of lane tiles, 4 or, where fewer are
+   left, 1. */
+static inline __attribute__((always_inline)) int KV(multiply_lanes)(const int8_t *codes, ptrdiff_t part, int parts, int left, int lines,
+                                                                    const int8_t *x, const int32_t *starts, KV(lane_sums) *sums)
 {
-    for (int r = 0; r < KV_ROWS; r += 4) {
-        KV(multiply_rows)(codes, stride, lanes, lines, x + r * TILE_DEPTH, starts, sums->high + r * KV_LANES);
-        if (parts == 2)
-            KV(multiply_rows)(codes + part, stride, lanes, lines, x + r * TILE_DEPTH, starts ? starts + KV_MATRIX_TILE : NULL,
-                              sums->low + r * KV_LANES);
-    }
+    const ptrdiff_t stride = parts * part;
+    for (int i = 0; i < parts; i++, codes += part, starts = starts ? starts + KV_MATRIX_TILE : NULL)
+        for (int r = 0; r < KV_ROWS; r += 4) {
+            int32_t *to = (i ? sums->low : sums->high) + r * KV_LANES;
+            if (left < 4) KV(multiply_rows)(codes, stride, 1, lines, x + r * TILE_DEPTH, starts, to);
+            else KV(multiply_rows)(codes, stride, 4, lines, x + r * TILE_DEPTH, starts, to);
+        }
+    return left < 4 ? 1 : 4;
 }
 
 /* Scores of the lane tiles first to last. */
@@ -81,13 +83,10 @@ static inline __attribute__((always_inline)) void KV(score_lanes)(const KV(key_p
                                                                   const int shifts, const int use)
 {
     KV(lane_sums) sums[4];
-    const ptrdiff_t part = (p->dim + TILE_DEPTH - 1) / TILE_DEPTH * TILE_BYTES, stride = p->parts * part;
+    const ptrdiff_t part = (p->dim + TILE_DEPTH - 1) / TILE_DEPTH * TILE_BYTES;
     for (int lane = first, lanes; lane < last; lane += lanes) {
-        const int8_t *keys = p->keys + lane * stride;
-        const int32_t *starts = p->starts + lane * KV_LANES;
-        lanes = last - lane < 4 ? 1 : 4;
-        if (lanes == 4) KV(multiply_lanes)(keys, stride, part, p->parts, 4, p->dim / 4, p->x, starts, sums);
-        else KV(multiply_lanes)(keys, stride, part, p->parts, 1, p->dim / 4, p->x, starts, sums);
+        lanes = KV(multiply_lanes)(p->keys + lane * p->parts * part, part, p->parts, last - lane, p->dim / 4, p->x,
+                                   p->starts + lane * KV_LANES, sums);
         for (int i = 0; i < lanes; i++) KV(put_scores)(p, sums + i, lane + i, scores, shifts, use);
     }
 }
@@ -97,14 +96,12 @@ static inline __attribute__((always_inline)) void KV(add_products)(
     const kv_operands *operands, kv_panel *panel, int begin, int end, const int8_t *x, const float *unit, const float *rescale,
     KV(lane_sums) *sums)
 {
-    const ptrdiff_t part = TOKEN_TILES * TILE_BYTES, stride = operands->value_parts * part;
-    const int all = operands->value_dim / KV_LANES, lines = (end - begin) / 4, parts = operands->value_parts;
+    const ptrdiff_t part = TOKEN_TILES * TILE_BYTES;
+    const int all = operands->value_dim / KV_LANES, parts = operands->value_parts;
+    const int8_t *values = operands->values + begin * KV_LANES;
     x += begin * KV_ROWS;
     for (int lane = 0, lanes; lane < all; lane += lanes) {
-        const int8_t *values = operands->values + begin * KV_LANES + lane * stride;
-        lanes = all - lane < 4 ? 1 : 4;
-        if (lanes == 4) KV(multiply_lanes)(values, stride, part, parts, 4, lines, x, NULL, sums);
-        else KV(multiply_lanes)(values, stride, part, parts, 1, lines, x, NULL, sums);
+        lanes = KV(multiply_lanes)(values + lane * parts * part, part, parts, all - lane, (end - begin) / 4, x, NULL, sums);
         for (int i = 0; i < lanes; i++)
             KV(add_lane_tile)(sums + i, parts, unit, rescale, panel->acc + (lane + i) * (KV_ROWS * KV_LANES));
     }

@@ -21,7 +21,6 @@ typedef struct {
     unsigned changed;                  /* bit r: the maximum of row r rose */
     KV_ALIGNED float rescale[KV_ROWS]; /* exp(maximum before - maximum now), exactly 1 where it stays */
     KV_ALIGNED float unit[KV_ROWS];    /* of integer weights, relative to the maximum now */
-    KV_ALIGNED float inverse[KV_ROWS]; /* factor that made the weights integers */
 } KV(correction);
 
 /* Masks the scores, and finds the maxima of these tokens, `here`, and of the fast precision those of the base-2 logarithms of their

@@ -46,7 +46,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     for (int r = 0; r < KV_ROWS; r++)
         panel->noise[r] = panel->noise[r] * correction->rescale[r] * correction->rescale[r]
                         + KV(noise_of)(correction->unit[r], operands->code_size, panel->stop[r] - panel->start[r]);
-    vf_store(correction->inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_WEIGHT), top), top, 0x1p-100f));
+    vf_store(base, vf_zero_below(vf_div(vf_set1(KV_MAX_WEIGHT), top), top, 0x1p-100f)); /* what makes the weights integers */
     /* What the rounding of a weight leaves out goes to the next weight; see activations.inc.h. Four rows at once wait less. */
     for (int r = 0; r < KV_ROWS; r += 4) {
         vf left[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
@@ -55,7 +55,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
             for (int i = 0; i < 4; i++)
                 for (int j = 0; j < 4; j++) {
                     const vf weight = vf_load(scores + (r + j) * KV_MATRIX_TILE + t + i * W);
-                    const vf exact = vf_add(vf_mul(weight, vf_set1(correction->inverse[r + j])), left[j]);
+                    const vf exact = vf_add(vf_mul(weight, vf_set1(base[r + j])), left[j]);
                     weights[j][i] = vf_round(exact);
                     left[j] = vf_sub(exact, vi_to_float(weights[j][i]));
                 }

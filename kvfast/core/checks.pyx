@@ -79,12 +79,12 @@ cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
 
 cdef object check_integers(object values, str name, object dtype, int ndim):
     """Integers as a new array, so that the caller cannot change them after the check. None is cut to fit the dtype."""
-    array, limits = np.asarray(values), np.iinfo(dtype)
+    array = np.asarray(values)
     if array.ndim != ndim or array.dtype.kind not in "iu":
         raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
                                      f"{array.dtype} of shape {array.shape}")
-    if array.size and not np.can_cast(array.dtype, dtype):
-        least, most = int(array.min()), int(array.max())
+    if array.dtype != dtype and array.size and not np.can_cast(array.dtype, dtype):
+        least, most, limits = int(array.min()), int(array.max()), np.iinfo(dtype)
         if least < limits.min or most > limits.max:
             wrong = least if least < limits.min else most
             raise ValueError(f"{name} must hold integers from {limits.min} to {limits.max}, got {wrong}")

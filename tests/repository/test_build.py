@@ -359,3 +359,13 @@ def test_scripts_name_tests_that_exist():
     for path, name in named:
         assert len(found := list(ROOT.glob(path))) == 1, path
         assert not name or re.search(rf"def {name}\b", found[0].read_text()), f"{path}::{name}"
+
+
+def test_a_wheel_holds_every_header_and_kernel():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
+    package = ROOT / "kvfast"
+    own = {*package.rglob("*.h"), *package.glob("simd/**/*.c")}
+    if not own:
+        pytest.skip("the sources of the package are not here")
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["kvfast"]
+    assert not own - {path for pattern in patterns for path in package.glob(pattern)}

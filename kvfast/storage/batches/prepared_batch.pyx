@@ -129,8 +129,9 @@ cdef const int32_t[::1] checked_starts(object cu_seqlens_q, Py_ssize_t count, Py
     """`cu_seqlens_q`, or one token per sequence if it is None. With `num_tokens` -1 the number of queries is not known yet."""
     cdef const int32_t[::1] starts
     if cu_seqlens_q is None:
-        cu_seqlens_q = np.arange(count + 1, dtype=np.int32)
-    starts = cu_seqlens_q = check_integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
+        starts = cu_seqlens_q = np.arange(count + 1, dtype=np.int32)
+    else:
+        starts = cu_seqlens_q = check_integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
     if starts.shape[0] != count + 1 or starts[0] != 0 or num_tokens not in (-1, starts[count]) or not rises(starts):
         raise DimensionMismatchError(
             f"cu_seqlens_q must rise from 0 {'' if num_tokens < 0 else f'to the {num_tokens} tokens of q '}in {count + 1} entries, got "
@@ -149,19 +150,24 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
     cdef const int32_t[::1] lens
     cdef const int32_t[:, ::1] table
     cdef int32_t[::1] used
-    cdef Py_ssize_t size = pool.block_size, i, j, at = 0, count, num_queries
-    cdef int32_t least = 0, most = -1, block
+    cdef Py_ssize_t size = pool.block_size, i, j, at = 0, count, num_queries, num_used = 0
+    cdef int32_t least = 0, most = -1, block, shortest, longest
     self.pool, self.starts = pool, starts
     lens = seq_lens = check_integers(seq_lens, "seq_lens", np.int32, 1)
     self.num_sequences, self.num_tokens = lens.shape[0], starts[starts.shape[0] - 1]
     given = np.asarray(block_table)
     if given.ndim == 2 and given.shape[1] and lens.shape[0] == given.shape[0] > 0:
-        if seq_lens.min() < 0 or seq_lens.max() > given.shape[1] * size:
+        shortest = longest = lens[0]
+        for i in range(lens.shape[0]):
+            shortest, longest = min(shortest, lens[i]), max(longest, lens[i])
+            num_used += (<Py_ssize_t>lens[i] + size - 1) // size
+        if shortest < 0 or longest > given.shape[1] * size:
             raise ValueError(f"seq_lens must lie between 0 and the {given.shape[1] * size} tokens of block_table's "
-                             f"{given.shape[1]} blocks, got {seq_lens.min()} to {seq_lens.max()}")
-        given = given[:, :max(1, (int(seq_lens.max()) + size - 1) // size)]  # engines have rows for their longest text
+                             f"{given.shape[1]} blocks, got {shortest} to {longest}")
+        given = given[:, :max(1, (longest + size - 1) // size)]  # engines have rows for their longest text
     wide = given
-    if given.dtype.kind in "iu" and not np.can_cast(given.dtype, np.int32):  # what is not read may be anything
+    # What is not read may be anything.
+    if given.dtype != np.int32 and given.dtype.kind in "iu" and not np.can_cast(given.dtype, np.int32):
         given = given.astype(np.int32)
         given[(wide < 0) | (wide >= pool.num_blocks)] = -1
     table = given = check_integers(given, "block_table", np.int32, 2)
@@ -170,9 +176,9 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
                                      f"{given.shape}")
     if window:
         table = given = _without_gaps(given, seq_lens, np.diff(starts), size, window, num_sink_tokens)
-    used = np.empty(int(((seq_lens.astype(np.int64) + size - 1) // size).sum()), np.int32)
+    used = np.empty(num_used, np.int32)
     for i in range(lens.shape[0]):
-        count = (lens[i] + size - 1) // size
+        count = (<Py_ssize_t>lens[i] + size - 1) // size
         for j in range(count):
             block = table[i, j]
             used[at] = block

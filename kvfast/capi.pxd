@@ -44,3 +44,4 @@ cdef const char *pool_error(kvfast_pool *pool) noexcept nogil
 cdef int advance_ids(kvfast_cache *sequence, const int64_t *token_ids, Py_ssize_t n) noexcept nogil
 cdef int match_prefix(kvfast_pool *pool, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
                       kvfast_cache **sequence) noexcept nogil
+cdef int advance_batch(kvfast_pool *pool, const kvfast_batch *batch, const int64_t *token_ids) noexcept nogil

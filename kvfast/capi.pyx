@@ -51,6 +51,7 @@ cdef extern from "kvfast.h":
         int (*advance_ids)(kvfast_cache *sequence, const int64_t *token_ids, Py_ssize_t n) noexcept nogil
         int (*match_prefix)(kvfast_pool *pool, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
                             kvfast_cache **sequence) noexcept nogil
+        int (*advance_batch)(kvfast_pool *pool, const kvfast_batch *batch, const int64_t *token_ids) noexcept nogil
 
 
 cdef kvfast_cache *open(object cache) except NULL:
@@ -207,6 +208,10 @@ cdef int match_prefix(kvfast_pool *pool, const int64_t *token_ids, Py_ssize_t n,
     return KVFAST_INVALID if pool == NULL else (<PoolHandle>pool).match_prefix(token_ids, n, salt, salt_nbytes, sequence)
 
 
+cdef int advance_batch(kvfast_pool *pool, const kvfast_batch *batch, const int64_t *token_ids) noexcept nogil:
+    return KVFAST_INVALID if pool == NULL else (<PoolHandle>pool).advance(batch, token_ids)
+
+
 cdef kvfast_api _api
 _api.abi, _api.api = KVFAST_ABI, KVFAST_API
 _api.open, _api.close, _api.append, _api.attend = open, close, append, attend
@@ -217,5 +222,5 @@ _api.snapshot, _api.restore, _api.close_snapshot, _api.save, _api.load = snapsho
 _api.open_batches, _api.close_batches, _api.pool_error = open_batches, close_batches, pool_error
 _api.new_sequence, _api.free_sequence, _api.num_free_blocks = new_sequence, free_sequence, num_free_blocks
 _api.append_batch, _api.attend_batch = append_batch, attend_batch
-_api.advance_ids, _api.match_prefix = advance_ids, match_prefix
+_api.advance_ids, _api.match_prefix, _api.advance_batch = advance_ids, match_prefix, advance_batch
 C_API = PyCapsule_New(&_api, "kvfast.capi.C_API", NULL)

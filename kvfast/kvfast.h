@@ -23,8 +23,8 @@
    knows nothing of, with the GIL or without it. On a free-threaded Python, read "attached thread state" for "GIL".
    length, layer_length, error, pool_error and kernels never take the GIL. append, attend, append_batch, attend_batch, and advance of
    other caches than sequences take it only to allocate or release memory, when a block is full (about once in 16 tokens), for more
-   than 64 tokens (of a batch 512), for more than 512 sequences, for spans, drafts, chosen tokens, spliced caches and prefixes that a batch
-   reads once, and to tell an error. All others take it. Long calls do not hold the GIL, but if the caller holds it, it stays held.
+   than 64 tokens (of a batch of sequences 512), for more than 512 sequences, for spans, drafts, chosen tokens, spliced caches and prefixes
+   that a batch reads once, for the first slots of a pool, and to tell an error. All others take it. Long calls do not hold the GIL, but if the caller holds it, it stays held.
    Several threads may read a cache (attend) at once; a thread that changes it must be alone. Otherwise a call returns
    KVFAST_BUSY. Threads that use the cache from Python count, too. A pool and all of its sequences count as one cache, as do a
    cache and its forks. A handle holds the text of its last error: threads that read one cache at once open one each.
@@ -41,8 +41,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVFAST_ABI 2 /* version of the structs; tables with the same number have their functions in the same places */
-#define KVFAST_API 2 /* version of the functions; a table with a higher number has more of them, after the others */
+#define KVFAST_ABI 3 /* version of the structs; tables with the same number have their functions in the same places */
+#define KVFAST_API 3 /* version of the functions; a table with a higher number has more of them, after the others */
 
 enum {
     KVFAST_OK = 0,
@@ -102,7 +102,8 @@ typedef struct {
     int precision;             /* 0: that of the cache, which Python sets, else of the process; or KVFAST_EXACT, KVFAST_FAST */
 } kvfast_options;
 
-/* Some sequences of a pool. All but the first two 0: one token of each. */
+/* Some sequences of a pool. All but the first two 0: one token of each.
+   Or, with sequences NULL, what a scheduler of the caller's says: it gives out the blocks of the pool itself, which has no sequences then. */
 typedef struct {
     kvfast_cache *const *sequences;
     ptrdiff_t num_sequences;
@@ -110,6 +111,10 @@ typedef struct {
     const ptrdiff_t *span_counts;   /* (num_sequences,): how many of the options' spans each has, in this order; NULL: no spans */
     const ptrdiff_t *parent_counts; /* (num_sequences,): likewise of the options' parents, which count from 0 in each sequence */
     int no_cascade; /* read blocks that sequences share for each of them, for the bits of attend of each alone */
+    const int32_t *block_table;     /* (num_sequences, max_blocks), to attend: blocks of each sequence */
+    ptrdiff_t max_blocks;
+    const int32_t *seq_lens;        /* (num_sequences,), to attend: tokens in the blocks, those of q included */
+    const int64_t *slots;           /* (num_tokens,), to append: where each token goes, block * block_size + its place there; -1: nowhere */
 } kvfast_batch;
 
 /* What the blocks of a PagedKVCache are like. */
@@ -155,7 +160,7 @@ typedef struct {
        NULL. The memory must be there as long as the pool and its sequences. NULL with a Python exception. Needs the GIL. */
     PyObject *(*open_pool)(const kvfast_shape *shape, void *const *layers, ptrdiff_t block_stride, PyObject *owner);
 
-    /* From API 2 on. truncate to n tokens, then append the num_kept dropped tokens that `keep` names: the accepted branch of a tree of
+    /* truncate to n tokens, then append the num_kept dropped tokens that `keep` names: the accepted branch of a tree of
        drafts. keep[i] counts from position n. Call it before advance. keep may be NULL if num_kept is 0. */
     int (*keep_branch)(kvfast_cache *cache, ptrdiff_t n, const ptrdiff_t *keep, ptrdiff_t num_kept);
     /* Another cache with the same tokens, in the same blocks until one of the two writes to them. */
@@ -178,7 +183,8 @@ typedef struct {
        close alone gives them back, too, unless Python or another handle has the sequence. */
     int (*free_sequence)(kvfast_cache *sequence);
     ptrdiff_t (*num_free_blocks)(kvfast_pool *pool); /* or a code below 0 */
-    /* As append of each sequence, for all of them or for none. A sequence comes once in a batch. */
+    /* As append of each sequence, for all of them or for none. A sequence comes once in a batch. With slots, num_sequences and starts do
+       not matter. */
     int (*append_batch)(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v);
     /* As attend of each sequence. Blocks that several sequences share are read once where that is faster, see kvfast_batch. */
     int (*attend_batch)(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
@@ -193,6 +199,9 @@ typedef struct {
        64; NULL and 0: none), which the sequence keeps. */
     int (*match_prefix)(kvfast_pool *pool, const int64_t *token_ids, ptrdiff_t n, const void *salt, ptrdiff_t salt_nbytes,
                         kvfast_cache **sequence);
+    /* Once per step, after append_batch to all layers: as advance of each sequence by its rows, for all of them or for none. token_ids:
+       (num_tokens,), as of advance_ids, or NULL. Takes the GIL once. */
+    int (*advance_batch)(kvfast_pool *pool, const kvfast_batch *batch, const int64_t *token_ids);
 } kvfast_api;
 
 /* The functions of the kvfast that Python imports; NULL with a Python exception on error. Needs the GIL. */

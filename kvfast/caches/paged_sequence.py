@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.storage.sequences import sequence_tables
 from kvfast.storage.sequences.branches import keep_branch
 from kvfast.storage.sequences.sequence import SequenceStorage
 
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Sequence"]
+
+
+def advance_all(sequences: list[PagedSequence], counts: list[int], token_ids: NDArray[np.int64] | None) -> None:
+    """`advance` of some sequences of a pool: of all of them or of none. `token_ids`: those of all, sequence after sequence."""
+    parts = [None] * len(sequences) if token_ids is None else np.split(token_ids, np.cumsum(counts)[:-1])
+    begins = [partial(one._take_ids, token_ids=part) for one, part in zip(sequences, parts, strict=True)]
+    sequence_tables.advance_all([one._storage for one in sequences], counts, begins)
 
 
 class PagedSequence:

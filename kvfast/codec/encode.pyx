@@ -168,7 +168,7 @@ cdef int check_storable(const kv_layout *layout, Rows k, Rows v, const kv_rotary
     cdef kv_written done
     gather(&team, None, work_of(&k.rows))
     with nogil:
-        done = _run(layout, &k.rows, &v.rows, rotary, slots, True, True, &team)
+        done = try_rows(layout, &k.rows, &v.rows, rotary, slots, &team)
     check_stopped(team.watch)
     if done != WRITTEN:
         _refuse(done, layout, k, v, slots)
@@ -226,6 +226,12 @@ cdef int write_rows(const kv_layout *layout, Rows k, Rows v, const kv_rotary *ro
 cdef double work_of(const kv_rows *k) noexcept nogil:
     """Bytes to write, as a measure of work for the number of threads."""
     return <double>k.tokens * k.heads * k.dim * 8
+
+
+cdef kv_written try_rows(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
+                         kv_team *team) noexcept nogil:
+    """`check_storable` without the GIL: what `encode_rows` would return."""
+    return _run(layout, k, v, rotary, slots, True, True, team)
 
 
 cdef kv_written encode_rows(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,

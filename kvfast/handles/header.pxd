@@ -1,5 +1,5 @@
 """The types of ``kvfast.h``, which documents them."""
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
 
 cdef extern from "kvfast.h" nogil:
@@ -70,6 +70,10 @@ cdef extern from "kvfast.h" nogil:
         const Py_ssize_t *span_counts
         const Py_ssize_t *parent_counts
         int no_cascade
+        const int32_t *block_table
+        Py_ssize_t max_blocks
+        const int32_t *seq_lens
+        const int64_t *slots
 
     ctypedef struct kvfast_shape:
         int num_layers, num_kv_heads, head_dim

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvfast.torch.pools import pool_of
+from kvfast.torch.pools import calls_of
 
 __all__ = ["append", "attend"]
 
@@ -96,7 +96,7 @@ def attend(
 def _append(blocks, k, v, slot_mapping, dtype):
     if k.requires_grad or v.requires_grad:
         raise _no_gradients("append")
-    pool_of(blocks, k.shape[-1], v.shape[-1], dtype).append_batch(0, k, v, slot_mapping.numpy())
+    calls_of(blocks, k.shape[-1], v.shape[-1], dtype).append(k, v, slot_mapping)
 
 
 def _attend(
@@ -118,18 +118,8 @@ def _attend(
     tokens, heads, head_dim = q.shape
     v_head_dim = v_head_dim or head_dim
     out = q.new_empty((tokens, heads, v_head_dim))
-    pool_of(blocks, head_dim, v_head_dim, dtype).attend_batch(
-        0,
-        q,
-        block_table=block_table.numpy(),
-        seq_lens=seq_lens.numpy(),
-        cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.numpy(),
-        out=out,
-        scale=scale,
-        causal=causal,
-        softcap=softcap or None,
-        sliding_window=sliding_window or None,
-        sinks=None if sinks is None else sinks.float().numpy(),
+    calls_of(blocks, head_dim, v_head_dim, dtype).attend(
+        q, block_table, seq_lens, cu_seqlens_q, out, scale, softcap, sliding_window, None if sinks is None else sinks.float(), causal
     )
     return out
 

@@ -9,6 +9,7 @@ from kvfast.codec.formats import KVFormat, floats_of
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import DimensionMismatchError
+from kvfast.handles.tensor_calls import TensorCalls
 
 __all__ = ["new_blocks"]
 
@@ -46,16 +47,16 @@ def new_blocks(num_blocks, num_kv_heads, head_dim, dtype="int8", *, block_size=6
     return torch.zeros(num_blocks, check_size(num_kv_heads, "num_kv_heads", 1, MAX_TOKENS), block_size, width, dtype=torch.uint8)
 
 
-def pool_of(blocks, head_dim, v_head_dim, dtype):
-    """The pool over the blocks of a tensor; it is made at the first call."""
+def calls_of(blocks, head_dim, v_head_dim, dtype):
+    """The calls of a pool over the blocks of a tensor; the pool is made at the first one."""
     key = blocks.data_ptr(), blocks.dtype, blocks.shape, blocks.stride(), head_dim, v_head_dim, dtype
-    pool = _pools.get(key)
-    if pool is None:
-        pool = _new_pool(blocks, head_dim, v_head_dim, dtype)
+    calls = _pools.get(key)
+    if calls is None:
+        calls = TensorCalls(_new_pool(blocks, head_dim, v_head_dim, dtype))
         if len(_pools) >= _MOST_POOLS:
             _pools.clear()
-        _pools[key] = pool
-    return pool
+        _pools[key] = calls
+    return calls
 
 
 def _new_pool(blocks, head_dim, v_head_dim, dtype):

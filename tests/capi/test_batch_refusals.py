@@ -131,7 +131,7 @@ def test_a_freed_sequence(c, rng):
 
 def test_null(c):
     codes, text = c.without_a_pool()
-    assert codes == [INVALID] * 13 and text == "the pool is NULL"
+    assert codes == [INVALID] * 14 and text == "the pool is NULL"
     handle = c.Pool(new_pool())
     with pytest.raises(ValueError, match="-1: sequence must point to where the new sequence goes, got NULL"):
         handle.new_sequence(nowhere=True)

@@ -49,8 +49,8 @@ class Pair:
             expected.append(self.pools[1].attend_batch(layer, q[layer], theirs, cu_seqlens_q=starts, cascade=not no_cascade))
             self.handle.append(layer, ours, k[layer], None if self.latent else v[layer], given)
             self.handle.attend(layer, ours, q[layer], out[layer], given, no_cascade=no_cascade)
-        for one, other, count in zip(ours, theirs, counts, strict=True):
-            one.advance(count)
+        self.handle.advance(ours, given)
+        for other, count in zip(theirs, counts, strict=True):
             other.advance(count)
         return out, np.array(expected)
 
@@ -283,7 +283,12 @@ def test_a_step_of_a_batch_needs_no_gil(extension, c, rng):
     assert held(pool, sequences, 2, k, k, k, out, 20.0) == (0, 1)  # the block is full now
     for one in handles:
         one.advance(1)
-    assert held(pool, sequences, 2, k, k, k, out, 0.2) == (0, int(not getattr(sys, "_is_gil_enabled", lambda: True)()))
+    needs = int(not getattr(sys, "_is_gil_enabled", lambda: True)())
+    assert held(pool, sequences, 2, k, k, k, out, 0.2) == (0, needs)
+    other = POOLS["int8"]()
+    assert held(other, (), 2, k, k, k, out, 0.2) == (0, needs)  # a pool's first slots
+    assert held(other, (), 2, k, k, k, out, 20.0) == (0, 1)
+    assert np.allclose(out, k, atol=0.05)  # what the only token of each has as its value
 
 
 def test_many_threads_read_one_pool(c, rng):

@@ -179,30 +179,6 @@ cdef class SequenceStorage(SequenceTables):
     # `begin` is a callback for the owner's own bookkeeping (token ids). It runs while the pool is entered, after the last step
     # that can fail.
 
-    def advance(self, n, begin=None):
-        """Count `n` tokens as complete in all layers. `begin` is called with the length before."""
-        cdef Py_ssize_t i, count = check_count(n, "n", 1), length
-        cdef Py_ssize_t layer
-        cdef BlockTable table
-        self._enter()
-        try:
-            wrong, length = [], self.length
-            for i in range(self.num_layers):
-                table = self._table(i, &layer)
-                if table.lengths[layer] + self.base != length + count:
-                    wrong.append(f"layer {i} has {table.lengths[layer] + self.base}")
-            if wrong:
-                raise ValueError(f"advance({n}) needs {length + count} tokens in every layer, but "
-                                 + ", ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else ""))
-            for table in self.tables:
-                table.seal_full(count)
-            if begin is not None:
-                begin(length)
-            for table in self.tables:
-                table.advance(count)
-        finally:
-            self._leave()
-
     def truncate(self, n, begin=None, states=None):
         """Keep the first `n` tokens. `begin` is called with the new length. `states`: those after `n` tokens, where the caller has
         them. `branches.keep_branch` also keeps some of the other tokens."""

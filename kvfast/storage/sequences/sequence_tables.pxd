@@ -18,6 +18,7 @@ cdef class SequenceTables:
     cdef public object checkpoints     # a `Checkpoints`, of a model with recurrent states; else None
 
     cdef BlockTable _table(self, object index, Py_ssize_t *layer)
+    cdef int _check_advance(self, Py_ssize_t n, str name) except -1
     cdef BlockPool _pool(self)
     cdef int _check_open(self) except -1
     cdef int _enter(self) except -1

@@ -7,7 +7,7 @@ import numpy as np
 from libc.stdint cimport int64_t
 
 from kvfast.codec.decode cimport decode_tokens
-from kvfast.core.checks cimport check_layer
+from kvfast.core.checks cimport check_count, check_layer
 from kvfast.core.kernels cimport parse_precision
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.sequences.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, rotated_keys
@@ -29,6 +29,28 @@ cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint v
     for i in range(at.shape[0]):
         slots[i] = table.map.slot(at[i])
     return decode_tokens(table.pool.layouts + layer, at, slots, table.states.floats_begin, values)
+
+
+def advance_all(list sequences, list counts, list begins):
+    """`advance` of some sequences of one pool: of all of them or of none. `begins` has a function, or None, for each."""
+    cdef SequenceTables one, first = sequences[0]
+    cdef BlockTable table
+    numbers = [check_count(n, "n", 1) for n in counts]
+    first._enter()
+    try:
+        for i, one in enumerate(sequences):
+            one._check_advance(numbers[i], f"sequences[{i}]: " if len(sequences) > 1 else "")
+        for one, n in zip(sequences, numbers):  # what can fail comes first, for all
+            for table in one.tables:
+                table.seal_full(n)
+        for one, begin in zip(sequences, begins):
+            if begin is not None:
+                begin(one.length)
+        for one, n in zip(sequences, numbers):
+            for table in one.tables:
+                table.advance(n)
+    finally:
+        first._leave()
 
 
 cdef class SequenceTables:
@@ -71,6 +93,24 @@ cdef class SequenceTables:
 
     cdef int leave_reading(self) except -1:
         self._pool().leave_reading()
+        return 0
+
+    def advance(self, n, begin=None):
+        """Count `n` tokens as complete in all layers. `begin` is called with the length before."""
+        advance_all([self], [n], [begin])
+
+    cdef int _check_advance(self, Py_ssize_t n, str name) except -1:
+        """Check that all layers have `n` new tokens."""
+        cdef Py_ssize_t i, layer, after = self.length + n
+        cdef BlockTable table
+        wrong = []
+        for i in range(self.num_layers):
+            table = self._table(i, &layer)
+            if table.lengths[layer] + self.base != after:
+                wrong.append(f"layer {i} has {table.lengths[layer] + self.base}")
+        if wrong:
+            raise ValueError(f"{name}advance({n}) needs {after} tokens in every layer, but " + ", ".join(wrong[:8])
+                             + (", ..." if len(wrong) > 8 else ""))
         return 0
 
     def alone(self, then):

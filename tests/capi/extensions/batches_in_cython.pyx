@@ -1,6 +1,6 @@
 # cython: language_level=3, freethreading_compatible=True
 """Pools, sequences, snapshots and batches of `kvfast.h` as objects. A code below 0 is a ValueError with code and text."""
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
@@ -166,6 +166,45 @@ cdef class Pool:
             code = capi.append_batch(self.pool, layer, &batch.batch, &keys, NULL if none else &values)
         self.told(code)
 
+    def append_slots(self, int layer, const int64_t[::1] slots, k, v):
+        cdef Batch batch = Batch(None, None, None)
+        cdef capi.kvfast_rows keys = _given(k), values = _given(v)
+        cdef bint none = v is None
+        cdef int code
+        batch.batch.slots = NULL if slots is None else &slots[0]
+        with nogil:
+            code = capi.append_batch(self.pool, layer, &batch.batch, &keys, NULL if none else &values)
+        self.told(code)
+
+    def attend_tables(self, int layer, const int32_t[:, ::1] block_table, const int32_t[::1] seq_lens, q, out, starts=None,
+                      count=None, bint no_cascade=False, float[:, ::1] lse=None, Py_ssize_t window=0):
+        cdef Batch batch = Batch(None, starts, None)
+        cdef capi.kvfast_rows queries = _given(q), target = _given(out)
+        cdef capi.kvfast_options options
+        cdef int code
+        memset(&options, 0, sizeof(options))
+        options.sliding_window = window
+        if lse is not None:
+            options.lse = &lse[0, 0]
+        batch.batch.no_cascade = no_cascade
+        if block_table is not None:
+            batch.batch.block_table = &block_table[0, 0]
+            batch.batch.num_sequences, batch.batch.max_blocks = block_table.shape[0], block_table.shape[1]
+        if seq_lens is not None:
+            batch.batch.seq_lens = &seq_lens[0]
+        if count is not None:
+            batch.batch.num_sequences = count
+        with nogil:
+            code = capi.attend_batch(self.pool, layer, &batch.batch, &queries, &options, &target)
+        self.told(code)
+
+    def advance(self, sequences, starts=None, const int64_t[::1] ids=None, count=None):
+        cdef Batch batch = Batch(sequences, starts, count)
+        cdef int code
+        with nogil:
+            code = capi.advance_batch(self.pool, &batch.batch, NULL if ids is None else &ids[0])
+        self.told(code)
+
     def attend(self, int layer, sequences, q, out, starts=None, count=None, bint no_cascade=False, spans=None, span_counts=None,
                parents=None, parent_counts=None, float[:, ::1] lse=None):
         cdef Batch batch = Batch(sequences, starts, count)
@@ -242,5 +281,6 @@ def without_a_pool():
         capi.attend_batch(NULL, 0, NULL, NULL, NULL, NULL), capi.fork(NULL, &cache), capi.snapshot(NULL, &taken),
         capi.restore(NULL, NULL), capi.keep_branch(NULL, 0, NULL, 0), capi.free_sequence(NULL), capi.save(NULL, b"file"),
         capi.load(NULL, b"file"), capi.advance_ids(NULL, NULL, 0), capi.match_prefix(NULL, NULL, 0, NULL, 0, &cache),
+        capi.advance_batch(NULL, NULL, NULL),
     ]
     return codes, capi.pool_error(NULL).decode()

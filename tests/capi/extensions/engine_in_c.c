@@ -140,11 +140,10 @@ static int step(service *s, kvfast_cache **sequences, int count, const ptrdiff_t
             }
         code = run_layers(s, &batch, positions, x, x + n * m->hidden);
     }
-    for (int i = 0; i < count && code == KVFAST_OK; i++)
-        if ((code = kvfast->advance(sequences[i], starts[i + 1] - starts[i])))
-            fail(s, code, kvfast->error(sequences[i]));
+    if (code == KVFAST_OK && (code = kvfast->advance_batch(s->pool, &batch, NULL)))
+        fail(s, code, kvfast->pool_error(s->pool));
     for (int i = 0; i < count && code; i++)
-        kvfast->truncate(sequences[i], positions ? positions[starts[i]] : kvfast->length(sequences[i]));
+        kvfast->truncate(sequences[i], kvfast->length(sequences[i]));
     for (int i = 0; i < count && code == KVFAST_OK; i++) {
         float *last = x + (starts[i + 1] - 1) * m->hidden;
         rms_norm(last, m->output_norm, last, 1, m->hidden, m->eps);

@@ -58,6 +58,30 @@ def test_the_bits_of_a_pool(dtype, of_queries):
     )
 
 
+@pytest.mark.parametrize("count", [2, 130])
+def test_what_c_leaves_to_python_has_the_same_bits(count):
+    """Many sequences, integers of other widths, and rows and tables that are parts of larger tensors."""
+    blocks, q = filled("int8"), rows(8, 2 * count)
+    table, lens, starts = TABLE.repeat(count // 2, 1), LENGTHS.repeat(count // 2), torch.arange(0, 2 * count + 1, 2, dtype=torch.int32)
+    pool = kvfast.PagedKVCache(1, 2, 64, 4, 64, "int8")
+    pool.append_batch(0, rows(2), rows(2, seed=1), SLOTS.numpy())
+    tables = {"block_table": table.numpy(), "seq_lens": lens.numpy(), "cu_seqlens_q": starts.numpy()}
+    expected = torch.from_numpy(pool.attend_batch(0, q, **tables))
+    wide = torch.cat([table, table], 1)[:, :2]
+    for given in (
+        (q, table, lens, starts),
+        (q, wide, lens, starts),
+        (q, table.long(), lens.long(), starts.long()),
+        (torch.cat([q, q], 1)[:, :8], table, torch.stack([lens, lens], 1)[:, 0], starts),
+    ):
+        assert torch.equal(torch.ops.kvfast.attend(blocks, *given[:3], "int8", given[3]), expected)
+    again = kvfast.torch.new_blocks(4, 2, 64, "int8")
+    both = torch.cat([rows(2), rows(2, seed=1)], 1)  # keys and values of a fused projection
+    for part in (slice(0, 9), slice(9, 79)):
+        torch.ops.kvfast.append(again, both[part, :2], both[part, 2:], torch.stack([SLOTS, SLOTS], 1)[part, 0], "int8")
+    assert torch.equal(again, blocks)
+
+
 def test_blocks_that_move_keep_their_tokens():
     """They have all of them: a copy elsewhere, and memory that another tensor had before."""
     blocks, q = filled("int8"), rows(8, 2)

@@ -9,7 +9,7 @@ Keys and values are stored in 4 or 8 bits (or as float32, float16, bfloat16), an
 - A cache at one point in time: `Snapshot`, `load`, `PromptCache`.
 - Finished prompts in fewer bits: `KVCacheCompressor`, `PrefixKVCache`.
 - Attention without a cache: `attention`, `merge_states`.
-- Planning and tuning: `plan`, `config`, `set_num_threads`, `use_isa`.
+- Planning and settings: `plan`, `config`, `set_num_threads`, `use_isa`.
 
 What these take and return, and seldom is named, is in its module: ``kvfast.planning`` (shapes of models, plans of memory),
 ``kvfast.attention.explained`` (the plan of a call), ``kvfast.caches.multi_head`` (`MultiHeadConfig`),
@@ -23,7 +23,6 @@ The packages below, each importing only from those before it: ``simd``, ``core``
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from typing import Any
 
 import kvfast.core.spin as _spin  # noqa: F401  (before what loads OpenMP)
@@ -43,7 +42,7 @@ from kvfast.codec.projection import split_qkv_norm_rope
 from kvfast.codec.quantize import dequantize, quantize
 from kvfast.codec.rope import Rope
 from kvfast.compression import CompressedKV, Hybrid, KVCacheCompressor, LowRank, PrefixKVCache, Quantize, VectorQuantization
-from kvfast.core import tuning as _tuning
+from kvfast.core import prefetching as _prefetching
 from kvfast.core.kernels import active_isa, available_isas, use_isa
 from kvfast.core.kernels import cpu_features as _cpu_features
 from kvfast.core.kernels import default_precision as _default_precision
@@ -123,13 +122,12 @@ __all__ = [  # noqa: RUF022  (by what it is for; the reference has the same grou
 
 
 def config() -> dict[str, Any]:
-    """Version, ISA tiers, precision, threads, CPU features, tuning and nodes of memory of this installation.
+    """Version, ISA tiers, precision, threads, CPU features, prefetches and nodes of memory of this installation.
 
     Returns
     -------
     dict
     """
-    prefetching, source = _tuning.in_use()
     return {
         "version": __version__,
         "active_isa": active_isa(),
@@ -139,7 +137,7 @@ def config() -> dict[str, Any]:
         "threads": _thread_source(),
         "num_threads": get_num_threads(),
         "cpu_features": _cpu_features(),
-        "tuning": {**asdict(prefetching), "source": source},
+        "prefetch": dict(zip(("level", "source"), _prefetching.in_use(), strict=True)),
         "numa": dict(zip(("policy", "memory"), _numa_state(), strict=True)),
     }
 
@@ -162,8 +160,6 @@ def show_config() -> None:
     print(f"ISA tier:     {settings['active_isa']} (available: {', '.join(settings['available_isas'])})")
     print(f"Precision:    {settings['precision']}")
     print(f"CPU features: {', '.join(features) or 'none known'}")
-    tuning = dict(settings["tuning"])
-    source = tuning.pop("source")
-    print(f"Tuning:       {', '.join(f'{name}={value}' for name, value in tuning.items())} (from {source})")
+    print("Prefetches:   of level {level} (from {source})".format(**settings["prefetch"]))
     print(f"Threads:      {settings['num_threads']} (of {settings['threads']})")
     print(f"Memory:       {settings['numa']['memory']} (policy {settings['numa']['policy']})")

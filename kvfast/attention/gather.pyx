@@ -11,18 +11,12 @@ from libc.string cimport memset
 from kvfast.attention.cuts cimport token_bytes
 from kvfast.attention.spans cimport floats_from, open_rows
 from kvfast.attention.tasks cimport (KV_CODES, KV_DECODED_KEYS, KV_NUM_KINDS, KV_OWN_FLOATS, given_of, keys_of, kv_chosen, kv_gathered,
-                                     kv_given, kv_own, kv_task, kv_traffic, own_of)
+                                     kv_given, kv_own, kv_task, kv_touch, kv_traffic, own_of)
 from kvfast.attention.tiles cimport attend_range, kv_range, load
 from kvfast.codec.blocks cimport block_of, k_block_at, kv_context, kv_layout, patched_from, piece_of, v_block_at
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_PACKED_CODES, kv_dtypes, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_LANES, KV_PIECE, KV_TASK_ROWS
-
-cdef extern from *:
-    """
-    static inline void kv_fetch(const char *at, ptrdiff_t n) { for (ptrdiff_t i = 0; i < n; i += 64) __builtin_prefetch(at + i); }
-    """
-    void kv_fetch(const char *at, Py_ssize_t n) noexcept nogil
 
 cdef enum:
     # Tokens or runs that are prefetched before they are copied (bench/bench_chosen.py).
@@ -173,17 +167,17 @@ cdef void _fetch(const kv_layout *layout, const kv_context *context, int head, P
     cdef const kv_side *v = &layout.v
     cdef const char *at = v_block_at(layout, block, head)
     if layout.k.family == KV_FLOAT_ROWS:
-        kv_fetch(k_block_at(layout, block, head) + offset * layout.k.row_stride, size * layout.k.row_stride)
+        kv_touch(k_block_at(layout, block, head) + offset * layout.k.row_stride, size * layout.k.row_stride)
     else:
-        kv_fetch(k_block_at(layout, block, head) + lanes * token_bytes(&layout.k), KV_LANES * token_bytes(&layout.k))
+        kv_touch(k_block_at(layout, block, head) + lanes * token_bytes(&layout.k), KV_LANES * token_bytes(&layout.k))
     if v.family == KV_FLOAT_ROWS:
-        kv_fetch(at + offset * v.row_stride, size * v.row_stride)
+        kv_touch(at + offset * v.row_stride, size * v.row_stride)
     elif v.as_keys:
-        kv_fetch(at + lanes * token_bytes(v), KV_LANES * token_bytes(v))
+        kv_touch(at + lanes * token_bytes(v), KV_LANES * token_bytes(v))
     else:
         token = 2 * kv_dtypes[v.dtype].bits  # bytes of 16 depths
         for i in range(v.padded_dim // KV_LANES):
-            kv_fetch(at + (i * v.block_size + offset) * token, size * token)
+            kv_touch(at + (i * v.block_size + offset) * token, size * token)
 
 
 cdef void _count(const kv_task *task, int kind, const int64_t *position, Py_ssize_t size, bint follows) noexcept nogil:

@@ -8,21 +8,14 @@ from libc.stdint cimport int32_t, uint16_t
 from libc.string cimport memset
 
 from kvfast.attention.cuts cimport token_bytes
-from kvfast.attention.tasks cimport given_of, keys_of, kv_given, kv_num_blocks, kv_own, kv_traffic, own_of
+from kvfast.attention.tasks cimport given_of, keys_of, kv_given, kv_num_blocks, kv_own, kv_touch, kv_traffic, own_of
 from kvfast.codec.blocks cimport (KV_TO_QUERIES, block_of, change_key_basis, k_block_at, k_offset_of, kv_context, kv_layout, piece_of,
                                   v_block_at, v_offset_of)
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT8, int8_by_side, kv_ahead, kv_bends, kv_kernels, kv_panel, kv_prefetch,
+from kvfast.core.kernels cimport (KV_FLOAT_ROWS, kv_ahead, kv_bends, kv_kernels, kv_panel, kv_prefetch,
                                   kv_scratch, kv_side, kv_softmax, kv_tile)
 from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_MAX_FLOAT32, KV_PIECE, KV_ROWS, KV_TILE, KV_WORD_GROUP
-
-cdef extern from *:
-    """
-    static inline void kv_touch(const char *at, ptrdiff_t n) { for (ptrdiff_t i = 0; i < n; i += 64) __builtin_prefetch(at + i); }
-    """
-    void kv_touch(const char *at, Py_ssize_t n) noexcept nogil
-
 
 cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
     """Load the queries of the task's rows, in the basis of the keys."""
@@ -202,8 +195,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef Py_ssize_t t = range_.begin, end = range_.end, next_t, next_count
     cdef Py_ssize_t k_bytes = token_bytes(k) * tile, v_bytes = token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
     # A pass can only prefetch the other side where whole panels of one fit a piece of the other, and latent rows are one side alone.
-    cdef bint own_side = layout.latent or (int8_by_side() and k.dtype == KV_INT8 and v.dtype == KV_INT8) or (
-        v_bytes > 0 and lead % min(k_bytes, v_bytes) != 0)
+    cdef bint own_side = layout.latent or (v_bytes > 0 and lead % min(k_bytes, v_bytes) != 0)
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     if own.prepared != k:

@@ -67,10 +67,5 @@ class LatentRows:
         """Elements of one token in one layer: latent_dim + rope_dim."""
         return self.head_dim
 
-    @property
-    def bytes_per_element(self) -> float:
-        """Bytes per element of a row, scales and padding included."""
-        return self.bytes_per_token / (self.num_layers * self.head_dim)
-
     def _shape(self):
         return f"{self.dtype_name}, {self.num_layers} layers x ({self.latent_dim} + {self.rope_dim})"

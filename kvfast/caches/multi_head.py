@@ -87,11 +87,6 @@ class _Heads:
         return self._signed(rows_of(self._cache._storage, self._first, self._count, True), self._count)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether the cache holds no tokens."""
-        return len(self) == 0
-
-    @property
     def compression_ratio(self) -> float:
         """Size of the tokens in float32 divided by their stored size. The stored size includes codes, scales, padding,
         and the empty slots of the last block. 1.0 without tokens."""

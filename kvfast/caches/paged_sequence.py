@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvfast.caches.sequence_cache import SequenceCache
-from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.splicing import Splicing
 from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.storage.sequences import sequence_tables
-from kvfast.storage.sequences.branches import keep_branch
 from kvfast.storage.sequences.sequence import SequenceStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
@@ -119,10 +115,8 @@ class PagedSequence:
                 if block >= 0:
                     index.add(self._digests[i], block)
 
-    def add_checkpoint(self, states: Mapping[str, ArrayLike]) -> None:
-        self._storage.add_checkpoint(states, lambda: self._make_states_known([len(self)]))
-
-    add_checkpoint.__doc__ = StoredSequence.add_checkpoint.__doc__
+    def _know_states(self):
+        self._make_states_known([len(self)])
 
     def _make_states_known(self, positions):
         """Let `match_prefix` find checkpoints that are at ends of blocks."""
@@ -131,14 +125,6 @@ class PagedSequence:
             for n in positions:
                 if n % size == 0:
                     self._pool._known_states.add(self._digests[n // size - 1], self._storage.checkpoints.held[n])
-
-    def truncate(self, n: int, keep: ArrayLike | None = None) -> None:
-        if keep is None:
-            self._storage.truncate(n, self._cut_ids)
-        else:
-            keep_branch(self._storage, n, keep, self._move_ids)
-
-    truncate.__doc__ = StoredSequence.truncate.__doc__
 
     def _cut_ids(self, n):
         if self._token_ids is not None:
@@ -183,31 +169,10 @@ class PagedSequence:
     copy = fork
     __copy__ = fork
 
-    def snapshot(
-        self,
-        token_ids: ArrayLike | None = None,
-        metadata: Mapping[str, str] | None = None,
-        *,
-        uncounted: Literal["raise", "drop"] = "raise",
-    ) -> Snapshot:
-        self._check_snapshot(token_ids, metadata)
-        known = [token_ids, b""]
-
-        def take_ids():
-            known[1] = self._salt
-            if token_ids is None and self._token_ids is not None and len(self._token_ids) == len(self):
-                known[0] = np.array(self._token_ids, np.int64)
-
-        storage = self._storage.share_counted(uncounted, take_ids)
-        return Snapshot(self._settings, storage, known[0], metadata, known[1])
-
-    snapshot.__doc__ = StoredSequence.snapshot.__doc__
-
-    def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
-        storage = self._fitting(snapshot, convert)
-        self._storage.restore(storage, self._forget_ids, lambda: self._set_ids(snapshot.token_ids, snapshot._salt))
-
-    restore.__doc__ = StoredSequence.restore.__doc__
+    def _ids_and_salt(self, token_ids):
+        if token_ids is None and self._token_ids is not None and len(self._token_ids) == len(self):
+            token_ids = np.array(self._token_ids, np.int64)
+        return token_ids, self._salt
 
     def _forget_ids(self):
         self._token_ids = None

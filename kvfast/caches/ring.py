@@ -15,13 +15,12 @@ from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
 from kvfast.core.text import same_or_tuple, size_text
 from kvfast.storage.kinds import ROLLBACK, storage_of
-from kvfast.storage.sequences.branches import keep_branch
 from kvfast.storage.settings import full, ring, with_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
     from kvfast.codec.rope import Rope
 
@@ -144,14 +143,9 @@ class RingKVCache(SequenceCache, Splicing, States, StoredSequence, StorageProper
         # The last position in a cache that holds the sinks and the window up to the query.
         return at_window, rotated(q, *self._rope(first, n, num_sink_tokens + window - 1), self._interleaved)
 
-    def truncate(self, n: int, keep: ArrayLike | None = None) -> None:
-        if keep is None:
-            super().truncate(n)
-        else:
-            reason = None if self._rope is None else "a ring with a rope has rotated each key for its row"
-            keep_branch(self._storage, n, keep, moved=reason)
-
-    truncate.__doc__ = StoredSequence.truncate.__doc__
+    @property
+    def _unmovable(self):
+        return None if self._rope is None else "a ring with a rope has rotated each key for its row"
 
     def positions(self, layer: int = 0) -> NDArray[np.int64]:
         """Absolute positions of the visible tokens of a layer, in the order of `k` and `v`.

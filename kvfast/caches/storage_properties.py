@@ -37,11 +37,8 @@ class StorageProperties:
     @property
     def entry_size(self) -> int | tuple[int, ...]:
         """Elements of one token's keys in one layer: num_kv_heads * head_dim; a tuple of one per layer where layers differ."""
-        return same_or_tuple(self._entry_sizes(self.head_dim))
-
-    def _entry_sizes(self, head_dim):
-        heads, dims = (one if isinstance(one, tuple) else (one,) * self.num_layers for one in (self.num_kv_heads, head_dim))
-        return [number * dim for number, dim in zip(heads, dims)]
+        heads, dims = (one if isinstance(one, tuple) else (one,) * self.num_layers for one in (self.num_kv_heads, self.head_dim))
+        return same_or_tuple([number * dim for number, dim in zip(heads, dims)])
 
     @property
     def block_size(self) -> int:
@@ -52,11 +49,6 @@ class StorageProperties:
     def secure(self) -> bool:
         """Whether memory is overwritten before it is given back."""
         return self._storage.secure
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Bytes per element of a key or value, scales and padding included."""
-        return self.bytes_per_token / sum(self._entry_sizes(self.head_dim) + self._entry_sizes(self.v_head_dim))
 
     @property
     def nbytes(self) -> int:

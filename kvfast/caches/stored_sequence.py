@@ -81,6 +81,16 @@ class StoredSequence:
         """The two sides of a layer's tokens, float32 of shape (tokens, heads, dim)."""
         return decoded(self._settings, self._storage, layer)
 
+    # A sequence of a pool also keeps the ids of its tokens: these are called while no other thread is in the pool.
+    _cut_ids = _move_ids = _forget_ids = _know_states = None
+    _unmovable: str | None = None  # why rows cannot move
+
+    def _ids_and_salt(self, token_ids):
+        return token_ids, b""
+
+    def _set_ids(self, token_ids, salt):
+        pass
+
     def _know_tokens(self, token_ids, salt):
         pass
 
@@ -126,9 +136,9 @@ class StoredSequence:
             If a pool has no block for a copy of one that others share.
         """
         if keep is None:
-            self._storage.truncate(n)
+            self._storage.truncate(n, self._cut_ids)
         else:
-            keep_branch(self._storage, n, keep)
+            keep_branch(self._storage, n, keep, self._move_ids, self._unmovable)
 
     def add_checkpoint(self, states: Mapping[str, ArrayLike]) -> None:
         """Keep the recurrent states of a model after all complete tokens, for `truncate`, snapshots and files.
@@ -165,7 +175,7 @@ class StoredSequence:
         >>> int(cache.states_at()["recurrent"][0, 0])
         1
         """
-        self._storage.add_checkpoint(states)
+        self._storage.add_checkpoint(states, self._know_states)
 
     def clear(self) -> None:
         """Drop all tokens; the memory is kept for new ones, except what a prompt took in a ring."""
@@ -212,7 +222,9 @@ class StoredSequence:
             If layers hold tokens that were never counted, or if the number of `token_ids` differs.
         """
         self._check_snapshot(token_ids, metadata)
-        return Snapshot(self._settings, self._storage.share_counted(uncounted), token_ids, metadata)
+        known = []
+        storage = self._storage.share_counted(uncounted, lambda: known.extend(self._ids_and_salt(token_ids)))
+        return Snapshot(self._settings, storage, known[0], metadata, known[1])
 
     def _check_snapshot(self, token_ids, metadata):
         """Refuse what cannot be stored before blocks are shared."""
@@ -243,7 +255,8 @@ class StoredSequence:
         CacheFullError
             If the pool of a `Sequence` has too few blocks.
         """
-        self._storage.restore(self._fitting(snapshot, convert))
+        storage = self._fitting(snapshot, convert)
+        self._storage.restore(storage, self._forget_ids, lambda: self._set_ids(snapshot.token_ids, snapshot._salt))
 
     def _fitting(self, snapshot, convert):
         """The storage to restore."""
@@ -319,11 +332,6 @@ class StoredSequence:
         uncounted = self._storage.num_uncounted
         checkpoints = "" if self._storage.checkpoints is None else f" with {len(self._storage.checkpoints.held)} checkpoints"
         return f"{len(self)}{most} tokens" + (f" + {uncounted} not counted" if uncounted else "") + checkpoints
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the cache holds no complete token."""
-        return self._storage.length == 0
 
     @property
     def max_seq_len(self) -> int | None:

@@ -44,7 +44,6 @@ def main(argv=None):
         _add_plan,
         _add_llama_cpp,
         _add_bench,
-        _add_tune,
         _add_info,
     ):
         add_command(commands)
@@ -110,12 +109,11 @@ def _add_generate(commands):
         "--speculative",
         nargs="?",
         const="lookup",
-        choices=["lookup", "tree", "layers"],
-        help="guess tokens and check them together, for the same text. Guess from an earlier passage (lookup), from several "
-        "(tree: a near tie may fall otherwise), or with some of the model's layers (layers) (default: lookup)",
+        choices=["lookup", "tree"],
+        help="guess tokens and check them together, for the same text. Guess from an earlier passage (lookup) or from several "
+        "(tree: a near tie may fall otherwise) (default: lookup)",
     )
     add("--draft-tokens", type=int, choices=range(1, 8), default=7, metavar="N", help="largest number of guesses, 1 to 7 (default: 7)")
-    add("--draft-layers", type=_positive, metavar="N", help="number of layers that guess (default: two thirds of the model's)")
     add("--compare", action="store_true", help="generate without guesses as well; compare tokens and time")
     parser.set_defaults(run=_later("llama", "run_generate"))
 
@@ -319,29 +317,6 @@ def _add_llama_cpp(commands):
     add("--libraries", metavar="DIR", help="folder of libggml-base.so (default: that of llama-cpp-python)")
     add("--out", metavar="FILE", help="the file to write (default: one in the user's cache)")
     parser.set_defaults(run=_run_llama_cpp_build)
-
-
-def _add_tune(commands):
-    parser = commands.add_parser(
-        "tune",
-        help="find the fastest way for attention to prefetch memory on this machine, and keep it",
-        description="Measure the ways in which attention can prefetch memory, and keep the fastest in a file that kvfast reads "
-        "when it is imported. This takes about a minute, on a quiet machine. It does not change a bit of any result.",
-    )
-    add = parser.add_argument
-    add("--threads", type=_numbers, metavar="LIST", help="(default: 1, and all CPUs)")
-    add("--context", type=_positive, default=16384, metavar="N", help="tokens in the cache (default: 16384)")
-    add("--rounds", type=_positive, default=7, metavar="N", help="timed rounds (default: 7)")
-    add(
-        "--megabytes",
-        type=_positive,
-        default=512,
-        metavar="N",
-        help="megabytes that a call reads at least, several times the last-level cache (default: 512)",
-    )
-    add("--no-keep", dest="keep", action="store_false", help="do not write the file")
-    add("--forget", action="store_true", help="remove the choices kept for this kind of processor, and do not measure")
-    parser.set_defaults(run=_later("tune", "run_tune"))
 
 
 def _add_info(commands):

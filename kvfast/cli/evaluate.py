@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,18 +42,13 @@ def run_eval(args):
     types = parse_cache_types(args.llama_cpp) if args.llama_cpp else []
     if args.plot:
         check_plot(args.plot)
-    set_threads(args.threads)
-    path = args.model or llama.fetch_model()
-    model, tokenizer = llama.load(path)
+    path, model, tokenizer = _load(args)
     context = model.config.context_length
     if args.tokens > context:
         raise ValueError(f"--tokens is {args.tokens}; the model's context is {context}")
     texts = [tokenizer.encode(text)[: args.tokens] for text in texts]
     rotated = []
-    columns = [BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), "ETA", TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=sum(len(tokens) - 1 for tokens in texts) * (2 if types else 1))
-        progress = functools.partial(bar.advance, task)
+    with _progress(sum(len(tokens) - 1 for tokens in texts) * (2 if types else 1)) as progress:
         per_text = []
         for tokens in texts:
             room = max(1, len(tokens))
@@ -90,17 +86,13 @@ def _run_retrieval(args):
     text = _read_text(args.text[0])
     storages = [storage_of(name, args) for name in _format_names(args.formats)]
     types = parse_cache_types(args.llama_cpp) if args.llama_cpp else []
-    set_threads(args.threads)
-    path = args.model or llama.fetch_model()
-    model, tokenizer = llama.load(path)
+    path, model, tokenizer = _load(args)
     if max(args.lengths) > model.config.context_length:
         raise ValueError(f"--lengths has {max(args.lengths)}; the model's context is {model.config.context_length}")
     tasks = [[retrieval_task(tokenizer, text, length, args.pairs, seed) for seed in range(args.seeds)] for length in args.lengths]
     total = sum(len(task.tokens) - 1 for group in tasks for task in group) * (2 if types else 1)
     found = []
-    columns = [BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), "ETA", TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        progress = functools.partial(bar.advance, bar.add_task("", total=total))
+    with _progress(total) as progress:
         for group in tasks:
             results = []
             for task in group:
@@ -133,17 +125,13 @@ def _run_compress(args):
     texts, methods = [_read_text(path) for path in args.text], parse_methods(args.compress)
     if args.plot:
         check_plot(args.plot)
-    set_threads(args.threads)
-    path = args.model or llama.fetch_model()
-    model, tokenizer = llama.load(path)
+    path, model, tokenizer = _load(args)
     texts = [tokenizer.encode(text)[: args.tokens] for text in texts]
     prompts = [args.prompt or len(tokens) - 512 for tokens in texts]
     for text, tokens, prompt in zip(args.text, texts, prompts):
         if not 1 <= prompt <= len(tokens) - 2:
             raise ValueError(f"{text}: of {len(tokens)} tokens, {prompt} cannot be compressed and at least two be left")
-    with Progress(BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=sum(map(len, texts)) - len(texts))
-        progress = functools.partial(bar.advance, task)
+    with _progress(sum(map(len, texts)) - len(texts)) as progress:
         per_text = [
             evaluate_compressed(model, tokens, prompt, methods, chunk_size=args.chunk, progress=progress)
             for tokens, prompt in zip(texts, prompts)
@@ -160,6 +148,21 @@ def _run_compress(args):
         return
     print(f"{', '.join(args.text)}: {title}; NLL and KL are means per token, in nats")
     _show(compression_table(means))
+
+
+def _load(args):
+    """Path, model and tokenizer of the arguments; sets the threads."""
+    set_threads(args.threads)
+    path = args.model or llama.fetch_model()
+    return path, *llama.load(path)
+
+
+@contextmanager
+def _progress(total):
+    """Show a bar for `total` tokens, and give a function that takes the number of new ones."""
+    columns = [BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), "ETA", TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield functools.partial(bar.advance, bar.add_task("", total=total))
 
 
 def _format_names(formats):

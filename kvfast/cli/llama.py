@@ -50,7 +50,7 @@ def run_generate(args):
     history, prompt = [*history, *prompt[:read]], prompt[read:]
     start = cache.snapshot()
     options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids, "history": history, "keep": args.keep}
-    drafter, stats = _drafter(args, model), llama.SpeculationStats()
+    drafter, stats = _drafter(args), llama.SpeculationStats()
     tokens = llama.generate(model, prompt, cache, sampler=sampler, drafter=drafter, stats=stats, **options)
     if prompts:
         tokens = _saving(prompts, cache, [*history, *prompt], model.fingerprint, tokens)
@@ -182,9 +182,7 @@ def _speed(count, seconds):
     return f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s" if count > 0 else "no tokens"
 
 
-def _drafter(args, model):
-    if args.speculative == "layers":
-        return llama.SkipLayers(model, args.draft_layers, args.draft_tokens)
+def _drafter(args):
     if args.speculative == "tree":
         return llama.TreeLookup(max_draft=args.draft_tokens)
     return llama.PromptLookup(max_draft=args.draft_tokens) if args.speculative else None

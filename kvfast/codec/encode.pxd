@@ -28,9 +28,7 @@ cdef tuple storable(const kv_layout *layout, Rows k, Rows v)
 cdef int check_storable(const kv_layout *layout, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1
 cdef int check_rows(const kv_layout *layout, Rows k, Rows v) except -1
 cdef double work_of(const kv_rows *k) noexcept nogil
-cdef kv_written try_rows(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
-                         kv_team *team) noexcept nogil
-cdef kv_written encode_rows(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
-                            const int64_t *slots, bint in_order, kv_team *team) noexcept nogil
+cdef kv_written encode_rows(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
+                            bint in_order, bint checks, kv_team *team) noexcept nogil
 cdef int write_rows(const kv_layout *layout, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order, bint may_stop) except -1

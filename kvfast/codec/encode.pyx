@@ -168,7 +168,7 @@ cdef int check_storable(const kv_layout *layout, Rows k, Rows v, const kv_rotary
     cdef kv_written done
     gather(&team, None, work_of(&k.rows))
     with nogil:
-        done = try_rows(layout, &k.rows, &v.rows, rotary, slots, &team)
+        done = encode_rows(layout, &k.rows, &v.rows, rotary, slots, True, True, &team)
     check_stopped(team.watch)
     if done != WRITTEN:
         _refuse(done, layout, k, v, slots)
@@ -216,7 +216,7 @@ cdef int write_rows(const kv_layout *layout, Rows k, Rows v, const kv_rotary *ro
     if not may_stop:
         team.watch = NULL
     with nogil:
-        done = encode_rows(layout, &k.rows, &v.rows, rotary, slots, in_order, &team)
+        done = encode_rows(layout, &k.rows, &v.rows, rotary, slots, in_order, False, &team)
     check_stopped(team.watch)
     if done != WRITTEN:
         _refuse(done, layout, k, v, slots)
@@ -228,21 +228,9 @@ cdef double work_of(const kv_rows *k) noexcept nogil:
     return <double>k.tokens * k.heads * k.dim * 8
 
 
-cdef kv_written try_rows(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
-                         kv_team *team) noexcept nogil:
-    """`check_storable` without the GIL: what `encode_rows` would return."""
-    return _run(layout, k, v, rotary, slots, True, True, team)
-
-
-cdef kv_written encode_rows(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
-                            const int64_t *slots, bint in_order, kv_team *team) noexcept nogil:
-    """`write_rows` without the GIL."""
-    return _run(layout, k, v, rotary, slots, in_order, False, team)
-
-
-cdef kv_written _run(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
-                     bint in_order, bint checks, kv_team *team) noexcept nogil:
-    """`encode_rows`, or only its checks."""
+cdef kv_written encode_rows(const kv_layout *layout, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
+                            bint in_order, bint checks, kv_team *team) noexcept nogil:
+    """`write_rows` without the GIL, or with `checks` only what it would find."""
     cdef kv_write call
     cdef int bad = 0
     cdef Py_ssize_t tasks = 1, n = k.tokens

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvfast.caches.mla import LatentSequence, MLAKVCache
+from kvfast.caches.mla import LatentSequence
 from kvfast.caches.multi_head import MultiHeadKVCache
 from kvfast.caches.paged import PagedKVCache
 from kvfast.caches.paged_mla import PagedMLAKVCache
-from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.caches.stored_sequence import storage_in
 from kvfast.errors import DimensionMismatchError
@@ -80,22 +79,6 @@ class CacheBridges:
         else:
             cache.append(layer, k, v)
 
-    def compress_paged_cache(self, cache: Any, layer: int, sequence: Any) -> CompressedKV:
-        """As `compress_cache(sequence, layer)`, for a `Sequence` of the `PagedKVCache` `cache`."""
-        return self.compress_cache(_sequence_of(cache, sequence, PagedKVCache), layer)
-
-    def decompress_to_paged_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any) -> None:
-        """As `decompress_to_cache(compressed, sequence, layer)`; CacheFullError if the pool `cache` has too few blocks."""
-        self.decompress_to_cache(compressed, _sequence_of(cache, sequence, PagedKVCache), layer)
-
-    def compress_mla_cache(self, cache: Any, layer: int, sequence: Any = None) -> CompressedKV:
-        """As `compress_cache`, for an `MLAKVCache`, or for an `MLASequence` of the `PagedMLAKVCache` `cache`."""
-        return self.compress_cache(_latents_of(cache, sequence), layer)
-
-    def decompress_to_mla_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any = None) -> None:
-        """As `decompress_to_cache`, for an `MLAKVCache`, or for an `MLASequence` of the `PagedMLAKVCache` `cache`."""
-        self.decompress_to_cache(compressed, _latents_of(cache, sequence), layer)
-
 
 def _check_kind(cache):
     if not isinstance(cache, (SequenceCache, LatentSequence, MultiHeadKVCache)):
@@ -132,23 +115,3 @@ def _width(cache):
 def _filled(array, width):
     """An array of shape (tokens, 1, dim), padded with zeros to `width`."""
     return np.pad(array, ((0, 0), (0, 0), (0, width - array.shape[2])))
-
-
-def _of_kind(cache, kind):
-    if not isinstance(cache, kind):
-        raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
-    return cache
-
-
-def _sequence_of(cache, sequence, kind):
-    _of_kind(cache, kind)
-    if not isinstance(sequence, PagedSequence):
-        raise TypeError(f"sequence must be a sequence of the cache, got {type(sequence).__name__}")
-    cache.seq_lens([sequence])  # raises if the sequence is freed, or of another pool
-    return sequence
-
-
-def _latents_of(cache, sequence):
-    if sequence is None:
-        return _of_kind(cache, MLAKVCache)
-    return _sequence_of(cache, sequence, PagedMLAKVCache)

@@ -171,11 +171,6 @@ class CompressedKV:
         """The `ReconstructionError`, measured during compression."""
         return self._error
 
-    @property
-    def num_exact_tokens(self) -> int:
-        """Number of tokens that are stored exactly, over all sequences of a batch."""
-        return sum(len(part.positions) for part in self._parts)
-
     def decode(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Decoded keys and values, float32 with the shape of `layout`."""
         pairs = [part.decode() for part in self._parts]

@@ -229,6 +229,3 @@ cdef const kv_kernels *active_for(int precision) noexcept nogil
 cdef int resolved(int precision) noexcept nogil            # EXACT or FAST
 cdef int parse_precision(object name) except -1
 cdef const kv_kernels *compiled(int tier) noexcept nogil   # the tiers of this build, best first; NULL after the last
-# Whether a pass over INT8 prefetches its own side of the next tile, instead of the side that is read next. kvfast/core/tuning.py sets
-# it; no bit of a result depends on it.
-cdef bint int8_by_side() noexcept nogil

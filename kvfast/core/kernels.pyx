@@ -70,13 +70,6 @@ cdef const kv_kernels *compiled(int tier) noexcept nogil:
     return kv_all_kernels[tier]
 
 
-cdef bint _int8_by_side = False
-
-
-cdef bint int8_by_side() noexcept nogil:
-    return _int8_by_side
-
-
 cdef const kv_kernels *_find(str name) except NULL:
     cdef int i = 0
     while kv_all_kernels[i] != NULL:
@@ -136,10 +129,10 @@ def get_prefetch_level():
     return kv_prefetch_level
 
 
-def set_prefetching(int level, bint by_side):
-    """Set ``kv_prefetch_level`` and `int8_by_side`; `kvfast.core.tuning` checks them."""
-    global kv_prefetch_level, _int8_by_side
-    kv_prefetch_level, _int8_by_side = level, by_side
+def set_prefetch_level(int level):
+    """Set ``kv_prefetch_level``, 1 or 2."""
+    global kv_prefetch_level
+    kv_prefetch_level = level
 
 
 class use_isa:

@@ -63,38 +63,24 @@ def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, unc
     list of (str, str)
     """
     found = [_tier(), *(_rotation(*side) for side in sides.items()), *map(_padding, sides), _threads(work, wanted_threads)]
-    if packed:
-        found.append(
-            (
-                "packed",
-                (
-                    "keys or values of 2, 3, 5, 6 or 7 bits are multiplied without the matrix unit: 512 queries "
-                    "to 4,096 tokens took 2.6 times as long as with int8; choose int8 or int4"
-                ),
-            )
-        )
-    if uncounted:
-        found.append(
-            (
-                "uncounted",
-                (
-                    f"{uncounted} tokens were never counted, so their blocks stay float16 and are not encoded: "
-                    f"call advance after each step"
-                ),
-            )
-        )
-    if stays_exact:
-        found.append(("exact", f"the tier {active_isa()} has no fast kernels for {stays_exact}: attention is exact"))
-    if num_tasks < num_threads:
-        found.append(
-            (
-                "tasks",
-                (
-                    f"{num_threads} threads share {num_tasks} task{'s' * (num_tasks > 1)}: "
-                    f"num_splits=0 or a larger num_splits makes more"
-                ),
-            )
-        )
+    found += [
+        packed
+        and (
+            "packed",
+            "codes of 2, 3, 5, 6 or 7 bits are multiplied without the matrix unit: a prompt took 2.6 times as long as with int8, or int4",
+        ),
+        uncounted
+        and (
+            "uncounted",
+            f"{uncounted} tokens were never counted, so their blocks stay float16 and are not encoded: call advance after each step",
+        ),
+        stays_exact and ("exact", f"the tier {active_isa()} has no fast kernels for {stays_exact}: attention is exact"),
+        num_tasks < num_threads
+        and (
+            "tasks",
+            f"{num_threads} threads share {num_tasks} task{'s' * (num_tasks > 1)}: num_splits=0 or a larger num_splits makes more",
+        ),
+    ]
     return [note for note in found if note]
 
 
@@ -146,17 +132,8 @@ def _threads(work, wanted):
 def log_gathered(name):
     """Log that rows had to be copied to become contiguous."""
     if name in _GATHERED:
-        log(
-            [
-                (
-                    f"gathered {name}",
-                    (
-                        f"the rows of {_GATHERED[name]} are not contiguous in memory and are copied first: "
-                        f"append took 1.3 to 3 times as long; make the last axis contiguous"
-                    ),
-                )
-            ]
-        )
+        text = f"the rows of {_GATHERED[name]} are not contiguous in memory and are copied first: append took 1.3 to 3 times as long"
+        log([(f"gathered {name}", text + "; make the last axis contiguous")])
 
 
 def log(found):

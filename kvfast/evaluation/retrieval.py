@@ -13,7 +13,7 @@ import numpy as np
 import kvfast
 from kvfast.evaluation.perplexity import log_softmax
 
-NAMES = (
+NAMES = [
     "Athens",
     "Baghdad",
     "Bangkok",
@@ -78,7 +78,7 @@ NAMES = (
     "Vienna",
     "Warsaw",
     "Zurich",
-)
+]
 DIGITS = 5
 _QUESTION_CHUNK = 16  # up to this number of tokens see what each would see alone
 _NORMAL = 1.96  # standard deviations of a 95 % interval

@@ -12,7 +12,7 @@ from kvfast.codec.encode cimport WRITTEN, encode_rows, work_of
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.handles.arguments cimport convert, ids_of, integers, request_of
-from kvfast.handles.handle cimport Handle, copy_lse
+from kvfast.handles.handle cimport Handle, copy_lse, have_shape_of, next_slots
 from kvfast.handles.header cimport KVFAST_OK, kvfast_cache, kvfast_options, kvfast_rows, kvfast_snapshot
 from kvfast.storage.tables.block_table cimport BlockTable
 
@@ -75,17 +75,14 @@ cdef class CacheHandle(Handle):
     cdef bint quick_append(self, BlockTable table, Py_ssize_t layer, const kv_rows *k, const kv_rows *v) noexcept nogil:
         cdef int64_t slots[QUICK_TOKENS]
         cdef const kv_layout *layout = table.pool.layouts + layer
-        cdef Py_ssize_t first = table.lengths[layer], n = k.tokens, i
+        cdef Py_ssize_t n = k.tokens
         cdef kv_team team
-        if (n > QUICK_TOKENS or self.storage.most >= 0 and first + n > self.storage.most
-                or k.heads != layout.num_kv_heads or k.dim != layout.k.head_dim
-                or v.heads != layout.num_kv_heads or v.dim != layout.v.head_dim or not table.is_writable(first, first + n)):
+        if (n > QUICK_TOKENS or self.storage.most >= 0 and table.lengths[layer] + n > self.storage.most
+                or not have_shape_of(layout, k, v) or not next_slots(table, layer, n, slots)):
             return False
-        for i in range(n):
-            slots[i] = table.map.slot(first + i)
         # If a value cannot be stored, the rows written so far follow the last token, where they are never read.
         gather_unwatched(&team, 0, work_of(k))
-        if encode_rows(layout, k, v, NULL, slots, True, &team) != WRITTEN:
+        if encode_rows(layout, k, v, NULL, slots, True, False, &team) != WRITTEN:
             return False
         table.lengths[layer] += n
         return True

@@ -1,8 +1,12 @@
 """What a `kvfast_cache` and a `kvfast_pool` share."""
+from libc.stdint cimport int64_t
+
 from kvfast.attention.plan cimport Plan
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.core.arrays cimport kv_rows
 from kvfast.handles.header cimport kvfast_options, kvfast_rows
 from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.tables.block_table cimport BlockTable
 
 cdef enum:
     MOST_TEXT = 512            # bytes of an error text
@@ -31,3 +35,6 @@ cdef class Handle:
 
 
 cdef int copy_lse(object result, float *lse) except -1
+cdef bint have_shape_of(const kv_layout *layout, const kv_rows *k, const kv_rows *v) noexcept nogil
+cdef bint next_slots(BlockTable table, Py_ssize_t layer, Py_ssize_t n, int64_t *slots) noexcept nogil
+cdef void add_tokens(BlockTable table, Py_ssize_t layer, Py_ssize_t n) noexcept nogil

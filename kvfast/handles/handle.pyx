@@ -1,16 +1,19 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """What a `kvfast_cache` and a `kvfast_pool` share: working memory, who may enter, rows of keys and of latents, the last error."""
+from libc.stdint cimport int64_t
 from libc.string cimport memcpy, memset
 
 from kvfast.attention.plan cimport Plan
 from kvfast.attention.run cimport run_tasks
 from kvfast.attention.workspace cimport Workspace
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.flags cimport kv_drop, kv_take
 from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.handles.arguments cimport code_of, convert, itemsize_of, options_of, unfit
 from kvfast.handles.header cimport kvfast_options, kvfast_rows
 from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.tables.block_table cimport BlockTable
 
 cdef extern from "Python.h" nogil:
     Py_ssize_t PyList_GET_SIZE(void *list)
@@ -123,3 +126,21 @@ cdef int copy_lse(object result, float *lse) except -1:
         given = result[1]
         memcpy(lse, &given[0, 0], given.shape[0] * given.shape[1] * sizeof(float))
     return 0
+
+
+cdef bint have_shape_of(const kv_layout *layout, const kv_rows *k, const kv_rows *v) noexcept nogil:
+    return k.heads == v.heads == layout.num_kv_heads and k.dim == layout.k.head_dim and v.dim == layout.v.head_dim
+
+
+cdef bint next_slots(BlockTable table, Py_ssize_t layer, Py_ssize_t n, int64_t *slots) noexcept nogil:
+    """The slots of a sequence's next tokens; False if Python must make some of them writable first."""
+    cdef Py_ssize_t first = table.lengths[layer], i
+    if n and not table.is_writable(first, first + n):
+        return False
+    for i in range(n):
+        slots[i] = table.map.slot(first + i)
+    return True
+
+
+cdef void add_tokens(BlockTable table, Py_ssize_t layer, Py_ssize_t n) noexcept nogil:
+    table.lengths[layer] += n

@@ -10,13 +10,13 @@ from kvfast.attention.run cimport LOGS
 from kvfast.attention.spans cimport floats_from
 from kvfast.attention.workspace cimport MEMBERS
 from kvfast.codec.blocks cimport kv_layout
-from kvfast.codec.encode cimport WRITTEN, check_rows, check_storable, encode_rows, try_rows, work_of
+from kvfast.codec.encode cimport WRITTEN, check_rows, check_storable, encode_rows, work_of
 from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.checks cimport check_layer
 from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.handles.arguments cimport convert, divided, ids_of, integers, request_of
 from kvfast.handles.cache_handle cimport CacheHandle, pointer_to
-from kvfast.handles.handle cimport Handle, copy_lse
+from kvfast.handles.handle cimport Handle, add_tokens, copy_lse, have_shape_of, next_slots
 from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
 from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, share_nothing
 from kvfast.storage.memory.buffer_layers cimport clean_slots
@@ -161,17 +161,17 @@ cdef class PoolHandle(Handle):
         cdef const kv_layout *layout = self.pool.layouts + layer
         cdef Py_ssize_t i
         cdef kv_team team
-        if k.tokens > QUICK_TOKENS or not _have_shape_of(layout, k, v):
+        if k.tokens > QUICK_TOKENS or not have_shape_of(layout, k, v):
             return False
         for i in range(batch.num_sequences):
-            if not _next_slots(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i),
+            if not next_slots(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i),
                                slots + _start(batch, i)):
                 return False
         gather_unwatched(&team, 0, work_of(k))
-        if encode_rows(layout, k, v, NULL, slots, False, &team) != WRITTEN:
+        if encode_rows(layout, k, v, NULL, slots, False, False, &team) != WRITTEN:
             return False
         for i in range(batch.num_sequences):
-            _add_tokens(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i))
+            add_tokens(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i))
         return True
 
     cdef bint quick_write(self, Py_ssize_t layer, const int64_t *slots, const kv_rows *k, const kv_rows *v) noexcept nogil:
@@ -181,7 +181,7 @@ cdef class PoolHandle(Handle):
         cdef Py_ssize_t i, j
         cdef kv_team team
         if (slots == NULL or k.tokens > QUICK_SLOTS or not self.plain_tables or not self.batches.is_external
-                or not _have_shape_of(layout, k, v)):
+                or not have_shape_of(layout, k, v)):
             return False
         for i in range(k.tokens):
             if not -1 <= slots[i] < total:
@@ -191,11 +191,11 @@ cdef class PoolHandle(Handle):
                     return False
         # No length hides what a refused call has written.
         gather_unwatched(&team, 0, work_of(k))
-        if try_rows(layout, k, v, NULL, slots, &team) != WRITTEN:
+        if encode_rows(layout, k, v, NULL, slots, False, True, &team) != WRITTEN:
             return False
         if self.pool.layers is not None:
             clean_slots(layout, slots, k.tokens)
-        return encode_rows(layout, k, v, NULL, slots, False, &team) == WRITTEN
+        return encode_rows(layout, k, v, NULL, slots, False, False, &team) == WRITTEN
 
     cdef int python_append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept with gil:
         cdef Rows keys, values
@@ -321,24 +321,6 @@ cdef class PoolHandle(Handle):
             return KVFAST_OK
         except BaseException as error:
             return self.failed(error)
-
-
-cdef bint _next_slots(BlockTable table, Py_ssize_t layer, Py_ssize_t n, int64_t *slots) noexcept nogil:
-    """The slots of a sequence's next tokens; False if Python must make some of them writable first."""
-    cdef Py_ssize_t first = table.lengths[layer], i
-    if n and not table.is_writable(first, first + n):
-        return False
-    for i in range(n):
-        slots[i] = table.map.slot(first + i)
-    return True
-
-
-cdef void _add_tokens(BlockTable table, Py_ssize_t layer, Py_ssize_t n) noexcept nogil:
-    table.lengths[layer] += n
-
-
-cdef bint _have_shape_of(const kv_layout *layout, const kv_rows *k, const kv_rows *v) noexcept nogil:
-    return (k.heads == v.heads == layout.num_kv_heads and k.dim == layout.k.head_dim and v.dim == layout.v.head_dim)
 
 
 cdef int _check_starts(const kvfast_batch *batch, Py_ssize_t num_tokens, str rows) except -1:

@@ -29,7 +29,7 @@ from kvfast.llama.generation import Sampler, generate
 from kvfast.llama.model import LlamaModel
 from kvfast.llama.serving import BatchGenerator, Request
 from kvfast.llama.session import Session
-from kvfast.llama.speculative import PromptLookup, SkipLayers, SpeculationStats
+from kvfast.llama.speculative import PromptLookup, SpeculationStats
 from kvfast.llama.trees import DraftTree, TreeLookup
 from kvfast.llama.weights import LlamaConfig
 
@@ -45,7 +45,6 @@ __all__ = [
     "Request",
     "Sampler",
     "Session",
-    "SkipLayers",
     "SpeculationStats",
     "Tokenizer",
     "TreeLookup",

@@ -81,7 +81,7 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
         From logits, (vocab_size,) float32, to a token; the likeliest token when omitted.
     end_ids : collection of int
         Tokens that end the text. They are not yielded.
-    drafter : PromptLookup, TreeLookup, SkipLayers or the like, optional
+    drafter : PromptLookup, TreeLookup or the like, optional
         What guesses: ``draft(context, cache, limit)`` returns a list of at most `limit` tokens that may
         follow `context`, a list of all tokens so far; or a `DraftTree` of at most `limit` tokens. The cache has
         all tokens but the last. Only the first branch of a tree is checked where the cache cannot keep any

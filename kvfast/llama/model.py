@@ -152,29 +152,6 @@ class LlamaModel:
             raise
         return hidden.reshape(len(caches), count, -1)
 
-    def forward_layers(self, tokens, cache, layers):
-        """Run tokens through some of the layers only.
-
-        They keep keys and values as in `forward`, but the cache does not count the tokens: another call
-        follows on, and ``cache.truncate(len(cache))`` drops them.
-
-        Parameters
-        ----------
-        tokens : sequence of int, length num_tokens
-            The tokens that follow those that these layers hold.
-        cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
-        layers : sequence of int
-            Which layers, in their order.
-
-        Returns
-        -------
-        ndarray, shape (num_tokens, hidden_size), float32
-            The hidden states after the last of them, normalised as if it were the model's last.
-        """
-        tokens = self._checked(tokens)
-        start = cache.layer_length(layers[0])
-        return self._layers(tokens, np.arange(start, start + len(tokens)), _attention_to(cache), layers)
-
     def forward_batch(self, tokens, sequences, counts):
         """Run the next tokens of several sequences through the model at once.
 
@@ -255,14 +232,14 @@ class LlamaModel:
             raise ValueError(f"token ids must lie in 0..{self.config.vocab_size - 1}, got {tokens.min()} to {tokens.max()}")
         return tokens
 
-    def _layers(self, tokens, positions, attention, layers=None):
-        """All layers, or those given: `attention(index, qkv, **transform)` keeps the keys and values, and
+    def _layers(self, tokens, positions, attention):
+        """All layers: `attention(index, qkv, **transform)` keeps the keys and values, and
         returns (num_tokens, num_q_heads, head_dim)."""
         config = self.config
         rotation = self._rotation.at(positions)  # one row per token
         rows = np.arange(len(tokens))
         x = self.weights.embedding[tokens]  # (num_tokens, hidden_size), a copy: added to below
-        for index in range(config.num_layers) if layers is None else layers:
+        for index in range(config.num_layers):
             layer = self.weights.layers[index]
             qkv = self._linear(rms_norm(x, layer.attn_norm, config.norm_eps), layer.qkv)
             if layer.qkv_bias is not None:

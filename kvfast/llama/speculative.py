@@ -109,68 +109,6 @@ class PromptLookup:
         self._indexed = max(self._indexed, len(context))
 
 
-class SkipLayers:
-    """Guesses with the model itself, leaving layers out.
-
-    Self-speculative decoding (Draft & Verify, arXiv 2309.08168; LayerSkip, arXiv 2404.16710). The layers
-    that are left out are those after the first quarter of those that stay: a model that was not trained to
-    be left early needs its last layers. The guessed tokens go into the layers of the caller's own cache and
-    out again. Drafts get longer by a token when they are accepted, and shorter when they are not.
-
-    Parameters
-    ----------
-    model : LlamaModel
-    num_layers : int, optional
-        How many layers stay; two thirds when omitted.
-    max_draft : int
-        Guess at most this many tokens.
-    """
-
-    def __init__(self, model, num_layers=None, max_draft=FEW_TOKENS - 1):
-        total = model.config.num_layers
-        num_layers = -(-2 * total // 3) if num_layers is None else num_layers
-        if not 1 <= num_layers <= total:
-            raise ValueError(f"num_layers must be between 1 and the {total} of the model, got {num_layers}")
-        _check_max_draft(max_draft)
-        self.model, self.max_draft = model, max_draft
-        first = num_layers // 4
-        self.layers = [*range(first), *range(total - num_layers + first, total)]
-        self._length, self._last = 1, (0, [])
-
-    def draft(self, context, cache, limit):
-        """Guess the next tokens.
-
-        Parameters
-        ----------
-        context : list of int
-            All tokens so far.
-        cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
-            Holds all of them but the last; it is the same afterwards.
-        limit : int
-
-        Returns
-        -------
-        list of int
-        """
-        self._adapt(context)
-        tokens = [context[-1]]
-        try:
-            for _ in range(min(limit, self._length)):
-                hidden = self.model.forward_layers(tokens[-1:], cache, self.layers)
-                tokens.append(int(self.model.logits(hidden[0]).argmax()))
-        finally:
-            cache.truncate(len(cache))
-        self._last = len(context), tokens[1:]
-        return tokens[1:]
-
-    def _adapt(self, context):
-        """Choose the length of the next draft by what became of the last one."""
-        start, draft = self._last
-        if draft:
-            accepted = context[start : start + len(draft)] == draft
-            self._length = min(self._length + 1, self.max_draft) if accepted else max(self._length - 1, 1)
-
-
 def _check_max_draft(max_draft):
     if max_draft < 1:
         raise ValueError(f"max_draft must be at least 1, got {max_draft}")

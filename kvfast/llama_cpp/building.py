@@ -7,7 +7,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvfast.core.tuning import in_use
+from kvfast.core.prefetching import in_use
 from kvfast.llama_cpp.headers import check_headers, fetch_headers, find_headers, version_of
 from kvfast.llama_cpp.installed import KERNELS, SOURCES, SUFFIX, Ggml, bundled, installed
 
@@ -67,7 +67,7 @@ def build(source=None, libraries=None, out=None):
         check_headers(headers, ggml)
         openmp = _openmp(scratch)
         # How this processor reads memory best; programs that load the file themselves cannot say it.
-        flags = [*openmp, f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKV_PREFETCH_LEVEL={in_use()[0].prefetch_level}"]
+        flags = [*openmp, f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKV_PREFETCH_LEVEL={in_use()[0]}"]
         linked = [*openmp, f"-L{ggml.folder}", "-lggml-base", f"-Wl,-rpath,{ggml.folder.resolve()}"]
         return _compile(headers, scratch, flags, linked, ggml.library if out is None else Path(out))
 

@@ -3,7 +3,7 @@
 import ctypes
 from pathlib import Path
 
-from kvfast.core.tuning import in_use
+from kvfast.core.prefetching import in_use
 from kvfast.llama_cpp.installed import SUFFIX, Ggml, bundled, installed
 
 _HINT = "python -m kvfast llama-cpp build"
@@ -55,7 +55,7 @@ def load(library=None, libraries=None):
     if backend is None:
         raise RuntimeError(f"ggml {found.version} refuses {path}, perhaps because it is for another ggml; {_HINT} makes a new one")
     prefetch = ctypes.CFUNCTYPE(None, ctypes.c_int)(ggml.ggml_backend_reg_get_proc_address(backend, b"kvfast_use_prefetch_level"))
-    prefetch(in_use()[0].prefetch_level)
+    prefetch(in_use()[0])
     return path
 
 

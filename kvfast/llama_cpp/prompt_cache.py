@@ -16,7 +16,7 @@ from kvfast.core.workers import Workers
 from kvfast.llama_cpp.prompt_settings import prompt_rate, refusal, seed_of, settings_of, weights_of
 from kvfast.llama_cpp.prompt_states import JoinedState, WholeState, form_of
 from kvfast.prompts.chain import Chain, common_length, key_of
-from kvfast.prompts.envelope import HEADER_BYTES, complete, new_value, payload_of
+from kvfast.prompts.envelope import HEADER_BYTES, complete, new_value
 from kvfast.prompts.fetching import fetch_chunks
 from kvfast.prompts.opening import open_patiently
 from kvfast.prompts.stats import PromptCacheStats
@@ -275,16 +275,12 @@ class LlamaPromptCache:
         """The payload of the first chunk, whose form becomes known; None if it does not come."""
         key = key_of("c", chain.chunk(0))
         (value,) = self._patient.get_many([key], deadline)
-        if value is None:
-            return None
-        try:
-            with value:
-                payload = payload_of(value.read(0, len(value)), chain.chunk(0), self._secret)
+
+        def use(payload):
             self._form = form_of(payload)
-        except (ValueError, EOFError, OSError) as error:
-            self._patient.delete(key, error)
-            return None
-        return payload
+            return payload
+
+        return self._patient.take(key, value, chain.chunk(0), self._secret, use)
 
     def _save(self, token_ids, data):
         """Store the chunks that are not there, in the background."""

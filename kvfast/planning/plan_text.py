@@ -7,7 +7,7 @@ from collections import Counter
 from kvfast.core.text import size_text
 from kvfast.planning.engine import DEFAULTS
 
-__all__ = ["cells", "columns", "conditions", "plain_text", "title"]
+__all__ = ["plain_text"]
 
 MARK = " *"  # after the name of the default format
 GAP = "  "  # between columns
@@ -15,12 +15,23 @@ GAP = "  "  # between columns
 TELL_PROMPT = 1.1
 
 
-def title(found):
+def plain_text(found):
+    """The title, the table and the conditions."""
+    heads = [name.partition("\n")[::2] for name in _columns(found)]
+    rows = [[first if second else "" for first, second in heads], [second or first for first, second in heads]]
+    rows += [_cells(found, one) for one in found.dtypes]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [GAP.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    rule = "-" * (sum(widths) + len(GAP) * (len(widths) - 1))
+    return "\n".join([_title(found), rule, *lines[:2], rule, *lines[2:], rule, _conditions(found)])
+
+
+def _title(found):
     """The layers of the model, and what is planned for."""
     return f"{found.model.name}: {_layers(found.model.layers)}\n{_count(found.batch, 'sequence')} of {found.context:,} tokens"
 
 
-def columns(found):
+def _columns(found):
     """The names of the columns, each with a line break where it may have one."""
     names = ["dtype", "bytes a\ntoken", "one\nsequence", "all", "fits", "longest\ncontext", "largest\nbatch", "tokens/s\nat most"]
     if found.batch == 1:
@@ -30,19 +41,8 @@ def columns(found):
     return [*names, "with\nweights"] if _knows_weights(found) else names
 
 
-def cells(found, one):
-    """The row of one format, as text.
-
-    Parameters
-    ----------
-    found : MemoryPlan
-    one : DtypePlan
-        One of `found`.
-
-    Returns
-    -------
-    list of str
-    """
+def _cells(found, one):
+    """The row of one format of a plan, as text."""
     row = [one.dtype + MARK * (one.dtype == DEFAULTS[found.engine]), f"{one.bytes_per_token:,}"]
     row += [f"{one.tokens_per_gib:,}"] * (found.engine == "vllm")
     row += [size_text(one.bytes_per_sequence)] * (found.batch > 1) + [size_text(one.nbytes)]
@@ -52,7 +52,7 @@ def cells(found, one):
     return [*row, _rate(one.tokens_per_second_with_weights)] if _knows_weights(found) else row
 
 
-def conditions(found):
+def _conditions(found):
     """What the figures of a plan rest on."""
     model = found.model
     memory = "Memory unknown" if found.memory is None else f"{size_text(found.memory)} of memory for keys and values"
@@ -76,17 +76,6 @@ def conditions(found):
     if prompts:
         lines.append(f"A sequence whose {found.context:,} tokens come in one append takes more until `advance`: {', '.join(prompts)}.")
     return "\n".join(lines + [f"Note: {note}." for note in found.notes])
-
-
-def plain_text(found):
-    """The title, the table and the conditions."""
-    heads = [name.partition("\n")[::2] for name in columns(found)]
-    rows = [[first if second else "" for first, second in heads], [second or first for first, second in heads]]
-    rows += [cells(found, one) for one in found.dtypes]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [GAP.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-    rule = "-" * (sum(widths) + len(GAP) * (len(widths) - 1))
-    return "\n".join([title(found), rule, *lines[:2], rule, *lines[2:], rule, conditions(found)])
 
 
 def _prompt(found, one):

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfast.core.threads import get_num_threads
 from kvfast.core.workers import Workers
-from kvfast.errors import CorruptFileError
 from kvfast.prompts.chain import key_of
-from kvfast.prompts.envelope import HEADER_BYTES, payload_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,23 +52,18 @@ def fetch_chunks(
     memory = local()
     batch = max(1, BYTES_AT_ONCE // max(nbytes for _, _, nbytes in chunks))
 
+    def room(size: int) -> memoryview:
+        """Memory that a thread uses again stays in the processor's cache."""
+        if not hasattr(memory, "bytes") or len(memory.bytes) < size:
+            memory.bytes = bytearray(size)
+        return memoryview(memory.bytes)
+
     def take(i: int, digest: bytes, nbytes: int, value: Any) -> bool:
-        if value is None:
-            return False
-        expected = HEADER_BYTES + nbytes
-        try:
-            with value:
-                if len(value) != expected:
-                    raise CorruptFileError(f"it must have {expected} bytes, got {len(value)}")
-                # Memory that a thread uses again stays in the processor's cache.
-                if not hasattr(memory, "bytes") or len(memory.bytes) < expected:
-                    memory.bytes = bytearray(expected)
-                data = value.read(0, expected, memoryview(memory.bytes))
-            write(i, payload_of(data, digest, secret))
-        except (CorruptFileError, EOFError, OSError) as error:
-            store.delete(key_of("c", digest), error)
-            return False
-        return True
+        def use(payload: memoryview) -> bool:
+            write(i, payload)
+            return True
+
+        return bool(store.take(key_of("c", digest), value, digest, secret, use, nbytes, room))
 
     def ask(at: int) -> Any:
         return ahead.submit(lambda: store.get_many([key_of("c", digest) for _, digest, _ in chunks[at : at + batch]], deadline))

@@ -8,6 +8,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvfast.core.workers import Workers
+from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
+from kvfast.prompts.envelope import HEADER_BYTES, payload_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,6 +51,32 @@ class PatientStore:
     def get_many(self, keys: Sequence[str], deadline: float) -> list[Value | None]:
         """The values that are there; none if the store fails."""
         return self._call(lambda: list(self.store.get_many(keys)), deadline, [None] * len(keys)) if keys else []
+
+    def take(
+        self,
+        key: str,
+        value: Value | None,
+        digest: bytes,
+        secret: bytes,
+        use: Callable[[memoryview], Any] = lambda payload: payload,
+        nbytes: int | None = None,
+        room: Callable[[int], memoryview | None] = lambda size: None,
+    ) -> Any:
+        """What `use` makes of the payload of a value; None if it is not there, or not sound: then it is deleted.
+
+        `nbytes` is the size that the payload must have, `room` gives memory for the bytes of a value.
+        """
+        if value is None:
+            return None
+        try:
+            with value:
+                size = len(value)
+                if nbytes is not None and size != HEADER_BYTES + nbytes:
+                    raise CorruptFileError(f"it must have {HEADER_BYTES + nbytes} bytes, got {size}")
+                return use(payload_of(value.read(0, size, room(size)), digest, secret))
+        except (CorruptFileError, IncompatibleSnapshotError, EOFError, OSError) as error:
+            self.delete(key, error)
+            return None
 
     def put(self, key: str, value: Any) -> bool:
         """Whether the value is kept now."""

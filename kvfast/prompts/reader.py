@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import know_tokens, storage_in
-from kvfast.errors import CorruptFileError
 from kvfast.files import chunk_bytes
 from kvfast.prompts.chain import common_length, key_of
-from kvfast.prompts.envelope import payload_of
+from kvfast.prompts.envelope import HEADER_BYTES
 from kvfast.prompts.fetching import fetch_chunks
 from kvfast.prompts.payloads import states_of, tails_of
 
@@ -135,19 +134,14 @@ class Reader:
 
     def values(self, kind, digests, deadline, parse):
         """What `parse` makes of the payloads of some keys; None for one that is not there or not sound."""
-        keys, parsed = [key_of(kind, digest) for digest in digests], []
-        for key, digest, value in zip(keys, digests, self._store.get_many(keys, deadline)):
-            parsed.append(None)
-            if value is None:
-                continue
-            try:
-                with value:
-                    data = value.read(0, len(value))
-                    self._stats.bytes_fetched += len(data)
-                    parsed[-1] = parse(payload_of(data, digest, self._secret))
-            except (CorruptFileError, EOFError, OSError) as error:
-                self._store.delete(key, error)
-        return parsed
+
+        def use(payload):
+            self._stats.bytes_fetched += HEADER_BYTES + len(payload)
+            return parse(payload)
+
+        keys = [key_of(kind, digest) for digest in digests]
+        found = zip(keys, self._store.get_many(keys, deadline), digests)
+        return [self._store.take(*one, self._secret, use) for one in found]
 
 
 def _room(cache):

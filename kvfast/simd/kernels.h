@@ -228,7 +228,7 @@ typedef struct {
 #else
 #define KV_HIDDEN
 #endif
-/* How attention asks for memory. kvfast/core/tuning.py sets it; no bit of a result depends on it. */
+/* How attention asks for memory. kvfast/core/prefetching.py sets it; no bit of a result depends on it. */
 KV_HIDDEN extern int kv_prefetch_level; /* of the caches that prefetches fill, 1 or 2 */
 
 /* What a kernel prefetches while it reads its side of a tile: the sides that will be read next, from

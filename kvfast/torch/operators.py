@@ -65,17 +65,8 @@ def attend(
         Tokens of each sequence, those of `q` included.
     dtype : str
         The format that the blocks were made for.
-    cu_seqlens_q : int32 of shape (num_sequences + 1,), optional
-        Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; by default one query each.
-    scale : float, optional
-        ``head_dim ** -0.5`` by default.
-    softcap : float
-        0 for none.
-    sliding_window : int
-        Tokens that a query sees, itself included; 0 for all.
-    sinks : float32 of shape (num_q_heads,), optional
-        Logits of the attention sinks.
-    causal : bool
+    cu_seqlens_q, scale, softcap, sliding_window, sinks, causal
+        As in `kvfast.PagedKVCache.attend_batch`; tensors in place of arrays, and 0 for no cap and no window.
     v_head_dim : int
         Elements of a value; 0 for those of a key.
 
@@ -132,20 +123,8 @@ def _no_gradients(name):
     return RuntimeError(f"kvfast::{name} has no gradients: call the model under torch.no_grad()")
 
 
-def _attend_fake(
-    blocks,
-    q,
-    block_table,
-    seq_lens,
-    dtype,
-    cu_seqlens_q=None,
-    scale=None,
-    softcap=0.0,
-    sliding_window=0,
-    sinks=None,
-    causal=True,
-    v_head_dim=0,
-):
+def _attend_fake(blocks, q, block_table, seq_lens, dtype, *options, v_head_dim=0, **others):
+    v_head_dim = options[6] if len(options) > 6 else v_head_dim
     return q.new_empty((q.shape[0], q.shape[1], v_head_dim or q.shape[2]))
 
 

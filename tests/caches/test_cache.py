@@ -66,7 +66,7 @@ def test_float32_is_a_read_only_view(rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lengths_advance_truncate_clear(rng, dtype):
     cache = kvfast.KVCache(2, 2, 24, dtype=dtype)
-    assert len(cache) == 0 and not cache and cache.is_empty
+    assert len(cache) == 0 and not cache
     k = rows(rng, 100)
     cache.append(0, k, k)
     assert len(cache) == 0 and cache.layer_length(0) == 100 and cache.layer_length(1) == 0
@@ -75,7 +75,7 @@ def test_lengths_advance_truncate_clear(rng, dtype):
         cache.advance(100)
     cache.append(1, k[99:], k[99:])
     cache.advance(100)
-    assert len(cache) == 100 and cache and not cache.is_empty
+    assert len(cache) == 100 and cache
     cache.append(0, k[:5], k[:5])
     before = cache.k(0)
     cache.truncate(70)

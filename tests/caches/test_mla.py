@@ -170,7 +170,6 @@ def test_going_back_and_keeping(tmp_path, rng, dtype, rope_dim):
 def test_sizes(rng):
     cache = kvfast.MLAKVCache(2, 512, 64, max_seq_len=128, dtype="int8")
     assert cache.bytes_per_token == 2 * (512 + 4 + 64 + 4)
-    assert cache.bytes_per_element == 584 / 576
     assert (cache.latent_dim, cache.rope_dim, cache.head_dim, cache.entry_size, cache.num_kv_heads) == (512, 64, 576, 576, 1)
     assert kvfast.MLAKVCache(1, 512, 64, dtype="bfloat16").bytes_per_token == 1152
     assert kvfast.MLAKVCache(1, 512, 0, dtype="bfloat16").bytes_per_token == 1024
@@ -276,14 +275,12 @@ METHODS = [kvfast.LowRank(energy=0.999999), kvfast.Hybrid(quant_bits=8), kvfast.
 def test_compression(rng, method, rope_dim):
     cache, other = make(rng, 48, rope_dim, 300, "float32"), kvfast.MLAKVCache(1, 48, rope_dim, dtype="float32")
     compressor = kvfast.KVCacheCompressor(method)
-    compressed = compressor.compress_mla_cache(cache, 0)
-    compressor.decompress_to_mla_cache(compressed, other, 0)
+    compressed = compressor.compress_cache(cache, 0)
+    compressor.decompress_to_cache(compressed, other, 0)
     other.advance(300)
     assert relative_error(other.get_latent(0), cache.get_latent(0)) < 0.05
     assert compressed.nbytes < cache.nbytes_used or isinstance(method, kvfast.LowRank)
     with pytest.raises(kvfast.DimensionMismatchError):
-        compressor.decompress_to_mla_cache(compressed, kvfast.MLAKVCache(1, 80, rope_dim), 0)
-    with pytest.raises(TypeError, match="MLAKVCache"):
-        compressor.compress_mla_cache(kvfast.KVCache(1, 1, 48), 0)
+        compressor.decompress_to_cache(compressed, kvfast.MLAKVCache(1, 80, rope_dim), 0)
     with pytest.raises(ValueError, match="empty"):
-        compressor.compress_mla_cache(kvfast.MLAKVCache(1, 48, rope_dim), 0)
+        compressor.compress_cache(kvfast.MLAKVCache(1, 48, rope_dim), 0)

@@ -171,7 +171,7 @@ class TestSizes:
     @pytest.mark.parametrize("bits", range(2, 9))
     def test_ratio_counts_the_bytes_there_are(self, rng, bits):
         cache = MultiHeadKVCache(4, MultiHeadConfig(128, bits))
-        assert cache.compression_ratio == 1.0 and cache.nbytes_used == 0 and cache.is_empty and not cache
+        assert cache.compression_ratio == 1.0 and cache.nbytes_used == 0 and not cache
         x = rng.standard_normal((4, 128), np.float32)
         for n in range(1, 129):
             cache.push_token(x, x)
@@ -191,7 +191,7 @@ class TestSizes:
         assert cache.nbytes_used == most * 2 // 10  # places 570 to 640: of two blocks
         assert np.array_equal(cache.attention_scores(q), before[:, -70:])
         assert cache.evict_outside_window(100) == 0 and cache.evict_outside_window(0) == 70
-        assert cache.is_empty and cache.nbytes_used == 0
+        assert not cache and cache.nbytes_used == 0
         for _ in range(20):
             for token in k[:50]:
                 cache.push_token(token, token)
@@ -304,7 +304,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def holds_what_was_pushed(self):
-        assert len(self.cache) == len(self.keys) == len(self.cache.head(0)) and self.cache.is_empty == (not self.keys)
+        assert len(self.cache) == len(self.keys) == len(self.cache.head(0))
         if self.keys:
             assert np.array_equal(self.cache.k(), self.keys)
             assert np.array_equal(self.cache.v(), self.values)

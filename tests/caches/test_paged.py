@@ -445,7 +445,6 @@ def test_accessors(rng):
     assert (pool.block_size, pool.num_blocks, pool.capacity(), pool.usage) == (32, 8, 256, 0)
     assert pool.dtype == pool.dtype_name == "int8/int4" and pool.is_paged
     assert pool.bytes_per_token == kvfast.KVCache(2, HEADS, DIM, k_dtype="int8", v_dtype="int4").bytes_per_token
-    assert pool.bytes_per_element == pytest.approx((1 + 0.5) / 2 + 4 / DIM)
     sequence = pool.new_sequence()
     k, v = tokens(rng, 40)
     sequence.append(1, k, v)

@@ -19,7 +19,7 @@ from kvfast.cli.bench import measure as measuring
 from kvfast.cli.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
 from kvfast.cli.bench.json_file import json_text
 from kvfast.cli.bench.measure import interleaved, measure
-from kvfast.core import tuning
+from kvfast.core import prefetching
 from kvfast.core.hardware import peak_rate, read_bandwidth
 
 TINY = Model("tiny", 2, 4, 2, 32)
@@ -210,22 +210,17 @@ def test_report_of_every_tier(tmp_path):
     assert report["config"]["cpu_features"] == kvfast.config()["cpu_features"]
 
 
-def test_report_has_no_name_or_path(tmp_path, monkeypatch):
-    settings = tmp_path / "tuned.json"
-    tuned = {"version": tuning.VERSION, "processors": {tuning.processor(): {"prefetch_level": 1}}}
-    settings.write_text(json.dumps(tuned))
-    before = tuning.in_use()
-    monkeypatch.setenv(tuning.VARIABLE, str(settings))
+def test_report_has_no_name_or_path(tmp_path):
+    before = prefetching.in_use()
     try:
-        tuning.use(*tuning.choose())
-        assert str(settings) in kvfast.config()["tuning"]["source"]
+        prefetching.use(1, "a test")
         path = tmp_path / "report.json"
         code, _, err = run_here("--work", "decode", "--formats", "int8", "--contexts", "64", *QUICK, "--report", path)
     finally:
-        tuning.use(*before)
+        prefetching.use(*before)
     assert code == 0, err
     text = path.read_text()
-    assert '"prefetch_level": 1' in text and str(tmp_path) not in text and '"/' not in text
+    assert '"level": 1' in text and str(tmp_path) not in text and '"/' not in text
     assert not {platform.node(), getpass.getuser()} & set(re.findall(r"[\w.-]+", text))
 
 

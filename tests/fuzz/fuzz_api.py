@@ -76,8 +76,6 @@ WRITING = OFTEN - {"attend", "attend_batch"} | {
     "push_token",
     "evict_outside_window",
     "decompress_to_cache",
-    "decompress_to_mla_cache",
-    "decompress_to_paged_cache",
     "copy",
     "match_prefix",
     "deepcopy",

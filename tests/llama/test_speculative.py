@@ -3,7 +3,6 @@
 import runpy
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,24 +150,6 @@ def test_few_tokens_get_the_bits_of_each_alone_in_a_real_model(smollm2, rng, dty
     assert_same_cache(together, alone)
 
 
-def test_some_layers_alone(tiny_model):
-    model, _ = tiny_model
-    cache, whole = new_cache(model), new_cache(model)
-    model.forward(PROMPT, cache)
-    model.forward(PROMPT, whole)
-    model.forward([1, 2, 3], whole)
-    model.forward_layers([1, 2], cache, [0])
-    model.forward_layers([3], cache, [0])
-    assert cache.context_lens.tolist() == [len(PROMPT) + 3, len(PROMPT)]
-    assert np.array_equal(cache.k(0), whole.k(0))
-    cache.truncate(len(cache))
-    hidden = model.forward_layers([1, 2, 3], cache, [0, 1])
-    cache.advance(3)
-    assert_same_cache(cache, whole)
-    whole.truncate(len(PROMPT))
-    assert np.array_equal(hidden, model.forward([1, 2, 3], whole))
-
-
 # --- drafters ----------------------------------------------------------------------------------
 
 
@@ -259,69 +240,13 @@ def test_a_tree_of_lookups_has_what_one_lookup_says(rng):
                 assert parent is not None
 
 
-def test_layers_behind_the_first_quarter_are_skipped():
-    model = SimpleNamespace(config=SimpleNamespace(num_layers=30))
-    assert llama.SkipLayers(model).layers == [*range(5), *range(15, 30)]
-    assert llama.SkipLayers(model, 30).layers == list(range(30))
-    assert llama.SkipLayers(model, 3).layers == [27, 28, 29]
-
-
-def test_layers_guess_what_they_say(tiny_model):
-    """One layer guesses as a model of this layer would."""
-    model, _ = tiny_model
-    cache, expected = new_cache(model), []
-    model.forward(PROMPT, cache)
-    drafter = llama.SkipLayers(model, 1)
-    drafter._length = 7
-    draft = drafter.draft([*PROMPT, 3], cache, 4)
-    assert len(draft) == 4
-    assert cache.context_lens.tolist() == [len(PROMPT)] * 2
-    for token in [3, *draft[:3]]:
-        hidden = model.forward_layers([token], cache, [1])
-        expected.append(int(model.logits(hidden[0]).argmax()))
-    assert draft == expected
-
-
-def test_layers_adapt_to_acceptance(tiny_model):
-    model, _ = tiny_model
-    cache = new_cache(model)
-    model.forward(PROMPT, cache)
-    drafter, lengths = llama.SkipLayers(model, 1, max_draft=4), []
-    context = [*PROMPT, 3]
-
-    def step(accept):
-        draft = drafter.draft(context, cache, 7)
-        lengths.append(len(draft))
-        text = [*draft, 1] if accept else [draft[0] ^ 1]
-        model.forward([context[-1], *text[:-1]], cache)
-        context.extend(text)
-
-    for accept in (True, True, True, True, False, False, False, False, True, True):
-        step(accept)
-    assert lengths == [1, 2, 3, 4, 4, 3, 2, 1, 1, 2]
-
-
-def test_interrupted_layers_leave_the_cache_as_it_was(tiny_model, monkeypatch):
-    model, _ = tiny_model
-    cache = new_cache(model)
-    model.forward(PROMPT, cache)
-    monkeypatch.setattr(model, "_feed_forward", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        llama.SkipLayers(model, 2).draft([*PROMPT, 3], cache, 4)
-    assert cache.context_lens.tolist() == [len(PROMPT)] * 2
-
-
-def test_bad_drafter_options_are_refused(tiny_model):
-    model, _ = tiny_model
+def test_bad_drafter_options_are_refused():
     for name, make in [
         ("ngram", lambda: llama.PromptLookup(ngram=0)),
         ("max_draft", lambda: llama.PromptLookup(max_draft=0)),
-        ("max_draft", lambda: llama.SkipLayers(model, 1, max_draft=0)),
         ("between 1 and ngram, got 4 and 3", lambda: llama.TreeLookup(least=4)),
         ("max_passages", lambda: llama.TreeLookup(max_passages=0)),
         ("max_draft", lambda: llama.TreeLookup(max_draft=0)),
-        ("between 1 and the 2", lambda: llama.SkipLayers(model, 0)),
-        ("between 1 and the 2", lambda: llama.SkipLayers(model, 3)),
     ]:
         with pytest.raises(ValueError, match=name):
             make()
@@ -356,7 +281,6 @@ def test_text_and_cache_are_those_of_plain_generation(tiny_model, kind, sampling
     partly = compared(Oracle(text, 3))
     assert 0 < partly.num_accepted < partly.num_drafted
     compared(llama.PromptLookup(ngram=1))
-    compared(llama.SkipLayers(model, 1))
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "top_p": 0.9, "seed": 3}])
@@ -487,19 +411,18 @@ def test_a_full_cache(tiny_model):
     model, _ = tiny_model
     text = [*PROMPT, *generated(model, new_cache(model), max_tokens=40)]
     for room in range(8, 20):
-        caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=room) for _ in range(3)]
-        expected = generated(model, caches[0])
+        plain, cache = (kvfast.KVCache(*model.cache_shape, max_seq_len=room) for _ in range(2))
+        expected = generated(model, plain)
         assert len(expected) == room - 7
-        for cache, drafter in zip(caches[1:], (Oracle(text), llama.SkipLayers(model, 2)), strict=True):
-            assert generated(model, cache, drafter=drafter) == expected
-            assert_same_cache(cache, caches[0])
+        assert generated(model, cache, drafter=Oracle(text)) == expected
+        assert_same_cache(cache, plain)
 
 
 def test_a_full_pool(tiny_model):
     model, _ = tiny_model
     text = [*PROMPT, *generated(model, new_cache(model), max_tokens=80)]
     lengths = []
-    for drafter in (None, Oracle(text), llama.SkipLayers(model, 2)):
+    for drafter in (None, Oracle(text)):
         pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=3, block_size=16, dtype="int8")
         with pool.new_sequence() as sequence:
             output = []
@@ -507,7 +430,7 @@ def test_a_full_pool(tiny_model):
                 output.extend(llama.generate(model, PROMPT, sequence, drafter=drafter))
             lengths.append((len(output), len(sequence)))
             assert output == text[8 : 8 + len(output)]
-    assert lengths == [(41, 48)] * 3
+    assert lengths == [(41, 48)] * 2
 
 
 @pytest.mark.parametrize(("rollback", "most"), [(0, None), (1, 1), (3, 3), (64, FEW_TOKENS - 1)])
@@ -660,12 +583,4 @@ def test_other_caches_give_the_same_text_by_lookup(smollm2, kind):
 def test_sampled_texts_are_the_same_by_lookup(smollm2):
     _, model, tokenizer = smollm2
     stats = compare(model, repeating_prompts(tokenizer, 3), llama.PromptLookup, temperature=0.8, top_p=0.95, seed=7)
-    assert 0 < stats.num_accepted < stats.num_drafted
-
-
-@pytest.mark.model
-@parametrize("kind", ["int8", "float32"], usual=["int8"])
-def test_texts_are_the_same_by_layers(smollm2, kind):
-    _, model, tokenizer = smollm2
-    stats = compare(model, repeating_prompts(tokenizer, 1), lambda: llama.SkipLayers(model), kind)
     assert 0 < stats.num_accepted < stats.num_drafted

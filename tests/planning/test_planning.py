@@ -652,7 +652,6 @@ def run(*arguments):
 
 
 def test_the_command(tmp_path):
-    pytest.importorskip("rich")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS["gpt-oss-20b"]))
     options = ["--context", 32768, "--batch", 8, "--memory", 4, "--bandwidth", 20, "--weights", 2]

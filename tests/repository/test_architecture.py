@@ -31,7 +31,7 @@ def test_no_files_import_each_other(rooms):
     assert "kvfast.caches.buffer_layout" in files["kvfast.capi"]  # inside a function
     assert "kvfast.caches.snapshot" in files["kvfast.caches.paged_storage"]  # for types
     assert "kvfast.storage.sequences.sequence" in files["kvfast.storage.sequences.heads"]  # cimport
-    assert "kvfast.core.tuning" in files["kvfast"]  # as a name of a package
+    assert "kvfast.core.prefetching" in files["kvfast"]  # as a name of a package
 
 
 def test_every_package_has_a_floor(rooms):
@@ -111,7 +111,7 @@ MACHINES = (
 MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 DATES = rf"(?:{MONTHS}) (?:\d\d?, )?20\d\d|20\d\d-\d\d-\d\d|\b202[4-9]\b"
 FIGURES = r"\d of the time\b|\d %? ?(?:of the time|longer|faster|slower)\b|\d (?:us|ns)\b"
-LABELS = re.compile(r"^TABLE = \(\n.*?^\)\n", re.MULTILINE | re.DOTALL)
+LABELS = re.compile(r"^TABLE = \{.*\}\n", re.MULTILINE)
 
 
 def told(text):
@@ -121,7 +121,7 @@ def told(text):
 
 def test_sources_name_no_machine_no_date_and_no_measured_time(rooms):
     """These belong into commits and the pages of performance: a constant has a reason, and the bench that sets it. The one exception
-    is the table of `core/tuning.py`, whose rows are processors: their labels are what `kvfast.config()` shows."""
+    is the table of `core/prefetching.py`, whose rows are processors: their labels are what `kvfast.config()` shows."""
     kinds = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
     paths = [path for path in rooms.PACKAGE.rglob("*") if path.suffix in kinds]
     sources = [path for path in paths if path.suffix != ".c" or not path.with_suffix(".pyx").exists()]
@@ -129,7 +129,7 @@ def test_sources_name_no_machine_no_date_and_no_measured_time(rooms):
     found = []
     for path in sources:
         text, name = path.read_text(encoding="utf-8"), str(path.relative_to(rooms.PACKAGE))
-        if name == "core/tuning.py":
+        if name == "core/prefetching.py":
             (table,) = LABELS.findall(text)
             assert told(table) and not re.findall(f"{DATES}|{FIGURES}", table)
             text = text.replace(table, "")

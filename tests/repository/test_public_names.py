@@ -15,8 +15,7 @@ NAMES = {
 KNOWN = {
     "KVCache": "append advance attend k v truncate clear copy entry_size write snapshot restore save",
     "MultiHeadKVCache": "push_token attention_scores attend",
-    "KVCacheCompressor": "compress_kv compress_kv_3d decompress_kv decompress_kv_3d compress_cache decompress_to_cache "
-    "compress_paged_cache decompress_to_paged_cache compress_mla_cache decompress_to_mla_cache",
+    "KVCacheCompressor": "compress_kv compress_kv_3d decompress_kv decompress_kv_3d compress_cache decompress_to_cache",
 }
 
 

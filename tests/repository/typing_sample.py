@@ -21,7 +21,7 @@ def decode(cache: kvfast.KVCache | kvfast.RingKVCache, q: Floats, k: Floats, v: 
     assert len(cache) == cache.layer_length(0) and isinstance(lse, np.ndarray)
     cache.truncate(0)
     plan: AttendPlan = kvfast.KVCache(1, 2, 64).explain(0, (1, 8, 64)) if False else _plan(cache, k, v)
-    print(plan.bytes_read, plan.notes, cache.nbytes, cache.dtype, cache.copy().is_empty)
+    print(plan.bytes_read, plan.notes, cache.nbytes, cache.dtype, len(cache.copy()))
     return out
 
 

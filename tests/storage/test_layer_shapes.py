@@ -109,7 +109,6 @@ def test_sizes():
     assert cache.num_kv_heads == tuple(HEADS) and cache.head_dim == tuple(DIMS) and cache.entry_size == (128, 128, 128, 128, 20)
     alone = [kvfast.KVCache(*shape, 64, "float16") for shape in ((2, 4, 32), (2, 2, 64), (1, 1, 20))]
     assert cache.bytes_per_token == 2 * 2 * (128 * 4 + 32) and cache.nbytes == sum(one.nbytes for one in alone)
-    assert cache.bytes_per_element == cache.bytes_per_token / (2 * (128 * 4 + 20))
     assert repr(cache).startswith("KVCache(float16, 5 layers x 4/2/1 heads x 32/64/20, 0/64 tokens")
     uniform = kvfast.KVCache(2, [3, 3], [16, 16])
     assert (uniform.num_kv_heads, uniform.head_dim, uniform.entry_size) == (3, 16, 48)

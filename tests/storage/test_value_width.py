@@ -143,7 +143,7 @@ def test_what_a_cache_becomes(tmp_path, rng, kind, name):
 def test_sizes():
     cache = kvfast.KVCache(3, 2, [192, 64, 64], 100, "float16", v_head_dim=[128, None, 80])
     assert (cache.head_dim, cache.v_head_dim, cache.entry_size) == ((192, 64, 64), (128, 64, 80), (384, 128, 128))
-    assert cache.bytes_per_token == 2 * 2 * (192 + 128 + 64 + 64 + 64 + 80) and cache.bytes_per_element == 2
+    assert cache.bytes_per_token == 2 * 2 * (192 + 128 + 64 + 64 + 64 + 80)
     cache = kvfast.KVCache(1, 8, 192, dtype="int8", v_head_dim=128)
     assert cache.bytes_per_token == 8 * (192 + 128 + 2 * 4)
     cache.append(0, *tokens(np.random.default_rng(0), 4096, 192, 128, 8))

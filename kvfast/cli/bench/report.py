@@ -136,7 +136,6 @@ def as_report(by_isa, megabytes):
         The processor, versions, what `kvfast.config` tells, and ``tiers``, the results by tier.
     """
     config = kvfast.config()
-    del config["tuning"]["source"]  # may be a path
     about = {"cpu": cpu_name(), "machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()}
     versions = {"kvfast": config.pop("version"), "python": platform.python_version(), "numpy": np.__version__}
     about |= {"versions": versions, "config": config, "megabytes": megabytes}

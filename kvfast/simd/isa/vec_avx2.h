@@ -30,7 +30,6 @@
 #define vf_truncate(x) _mm256_cvttps_epi32(x)
 #define vf_bits(x) _mm256_castps_si256(x)
 #define vf_lookup8(table, index) _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index)
-#define vf_mask_above(a, b) ((uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)))
 #define vf_mix_low(a, b) _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20)
 #define vf_mix_high(a, b) _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31)
 #define vi_load(p) _mm256_loadu_si256((const __m256i *)(p))

@@ -38,7 +38,6 @@
 #define vf_truncate(x) _mm512_cvttps_epi32(x)
 #define vf_bits(x) _mm512_castps_si512(x)
 #define vf_lookup8(table, index) _mm512_permutexvar_ps(index, _mm512_castps256_ps512(_mm256_loadu_ps(table)))
-#define vf_mask_above(a, b) ((uint32_t)_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ))
 #define vf_mix_low(a, b) \
     _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b)
 #define vf_mix_high(a, b) \

@@ -33,7 +33,6 @@
 #define vf_hmax(x) vmaxnmvq_f32(x)
 #define vf_hsum(x) vaddvq_f32(x)
 #define vf_round(x) vcvtnq_s32_f32(x)
-#define vf_mask_above(a, b) vaddvq_u32(vandq_u32(vcgtq_f32(a, b), (uint32x4_t){1, 2, 4, 8}))
 #define vf_mix_low(a, b) vzip1q_f32(a, b)
 #define vf_mix_high(a, b) vzip2q_f32(a, b)
 #define vi_load(p) vld1q_s32((const int32_t *)(p))

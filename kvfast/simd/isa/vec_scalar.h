@@ -12,8 +12,7 @@
                             of vf_max(a, b) NaN in b stays,
                             vi_exponent(n) is 2^n, vf_lookup8(table, index) the elements of an array of 8
                             floats, vi_count_above(n, a, b) is n + 1 where a > b and n elsewhere,
-                            vf_mask_above(a, b) has a bit for each lane where a > b, vf_mix_low and
-                            vf_mix_high are the first and last W of a[0], b[0], a[1], b[1], ...
+                            vf_mix_low and vf_mix_high are the first and last W of a[0], b[0], a[1], b[1], ...
      vf_sum4                the four sums across the lanes of four registers
      vcodes, vcodes_*       W x 4 bytes of codes; those of INT8, the low nibbles of INT4, and the levels of
                             GAUSS4 that they stand for, as bytes, INT8 and levels + INT8_ZERO; vcodes_shift
@@ -56,7 +55,6 @@
 #define vf_truncate(x) ((int32_t)(x))
 #define vf_bits(x) ((int32_t)kv_float_bits(x))
 #define vf_lookup8(table, index) ((table)[index])
-#define vf_mask_above(a, b) ((uint32_t)((a) > (b)))
 #define vf_mix_low(a, b) (a)
 #define vf_mix_high(a, b) (b)
 #define vi_load(p) (*(const int32_t *)(p))

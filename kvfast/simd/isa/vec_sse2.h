@@ -24,7 +24,6 @@
 #define vf_round(x) _mm_cvtps_epi32(x)
 #define vf_truncate(x) _mm_cvttps_epi32(x)
 #define vf_bits(x) _mm_castps_si128(x)
-#define vf_mask_above(a, b) ((uint32_t)_mm_movemask_ps(_mm_cmpgt_ps(a, b)))
 #define vf_mix_low(a, b) _mm_unpacklo_ps(a, b)
 #define vf_mix_high(a, b) _mm_unpackhi_ps(a, b)
 #define vi_load(p) _mm_loadu_si128((const __m128i *)(p))

@@ -109,7 +109,7 @@ class Lookups:
         known.num_local, known.end = num_local, 0
         if not any(num_local % group.block_size for group in self._groups):
             known.end = self._longest(self._answer(known), num_local)
-        if known.end and self._takes_longer(known.end - num_local):
+        if known.end and self._takes_longer():
             known.end = 0
         return max(0, known.end - num_local)
 
@@ -193,7 +193,7 @@ class Lookups:
                 return end
         return 0
 
-    def _takes_longer(self, num_tokens):
+    def _takes_longer(self):
         """Whether tokens take longer to fetch than to compute, as far as is known."""
         if self._fetch_rate >= self._compute_rate:
             return False

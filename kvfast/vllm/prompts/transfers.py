@@ -8,9 +8,8 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
 from kvfast.core.workers import Workers, wait_for_any
-from kvfast.errors import CorruptFileError
 from kvfast.prompts.chain import key_of, part_of
-from kvfast.prompts.envelope import HEADER_BYTES, complete, new_value, payload_of
+from kvfast.prompts.envelope import complete, new_value
 from kvfast.prompts.fetching import BYTES_AT_ONCE
 from kvfast.prompts.patient import WEIGHT
 from kvfast.prompts.writer import Writer
@@ -135,7 +134,7 @@ class Transfers:
             several = wanted[at : at + each]
             values = self._store.get_many([key_of("c", digest) for *_, digest in several], deadline)
             for (number, chunk, i, digest), value in zip(several, values):
-                found = None if value is None else self._payload(value, digest, layers[i].nbytes(chunk.index))
+                found = self._store.take(key_of("c", digest), value, digest, self._secret, nbytes=layers[i].nbytes(chunk.index))
                 if found is None:
                     good = min(good, number)
                 elif number < good:
@@ -145,17 +144,6 @@ class Transfers:
                 break
         self._store.touch([key_of("c", digest) for number, *_, digest in reversed(wanted) if number < good])
         return good, floats, time.perf_counter() - begin, total
-
-    def _payload(self, value, digest, nbytes):
-        """The payload of a value, or None if it is not sound."""
-        try:
-            with value:
-                if len(value) != HEADER_BYTES + nbytes:
-                    raise CorruptFileError(f"it must have {HEADER_BYTES + nbytes} bytes, got {len(value)}")
-                return payload_of(value.read(0, len(value)), digest, self._secret)
-        except (CorruptFileError, EOFError, OSError) as error:
-            self._store.delete(key_of("c", digest), error)
-            return None
 
     def _put(self, layers, chunk, ids, part):
         """Copy a part of a chunk, and let it be stored. False if no other part of the chunk is needed."""

@@ -3,7 +3,7 @@
 # into build/llama_cpp, unless they are there. Prints their folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-version=0.3.36
+version=${LLAMA_CPP_PYTHON:-0.3.36} # any from 0.3.30 on
 work=$PWD/build/llama_cpp
 sources=$work/sources-$version/vendor/llama.cpp
 if [ ! -e "$sources/tests/test-backend-ops.cpp" ]; then

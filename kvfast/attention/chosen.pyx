@@ -12,6 +12,7 @@ from kvfast.core.checks cimport check_integers
 from kvfast.core.kernels cimport KV_FLOAT32, kv_side
 from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE
 
+from kvfast.core.interchange import as_array
 from kvfast.errors import DimensionMismatchError
 
 cdef int _LANE_SHIFT = <int>((<object>KV_LANES).bit_length() - 1)
@@ -48,7 +49,7 @@ cdef Chosen open_chosen(object given, Py_ssize_t run, const kv_call *call, Py_ss
     cdef const kv_layout *layout = (<const kv_given *>call.given).layout
     cdef const int64_t[:, :, ::1] view
     cdef Py_ssize_t i, head
-    array = np.asarray(given)
+    array = as_array(given, "chosen")
     shape = array.shape
     if array.ndim == 2:
         array = array[:, None]

@@ -14,7 +14,7 @@ from kvfast.codec.blocks cimport init_rows, kv_slab, kv_context, kv_layout
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, kv_rows, open_rows, width_of
 from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_TILE
 
-from kvfast.errors import DimensionMismatchError
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.core.interchange import aligned, as_array, as_float32
 
 cdef Py_ssize_t _MOST_STEP = 1 << 20  # bytes between tokens: prefetching, which covers the gaps, does not pay beyond
@@ -116,6 +116,12 @@ def merge_states(out_a, lse_a, out_b, lse_b):
     -------
     out : ndarray of shape (num_tokens, num_q_heads, head_dim), float32
     lse : ndarray of shape (num_tokens, num_q_heads), float32
+
+    Raises
+    ------
+    DimensionMismatchError, TypeError
+    NonFiniteInputError
+        For NaN or infinity, with its position; -inf is a log-sum-exp.
     """
     # Contiguous copies, as NumPy rounds differently otherwise.
     out_a, lse_a, out_b, lse_b = [aligned(as_float32(one, name)) for name, one in (
@@ -126,9 +132,15 @@ def merge_states(out_a, lse_a, out_b, lse_b):
     if lse_a.shape != out_a.shape[:2] or lse_b.shape != out_a.shape[:2]:
         raise DimensionMismatchError(f"lse_a and lse_b must have shape {out_a.shape[:2]}, "
                                      f"got {lse_a.shape} and {lse_b.shape}")
+    for name, one, bad in (("out_a", out_a, ~np.isfinite(out_a)), ("lse_a", lse_a, ~(lse_a < np.inf)),
+                           ("out_b", out_b, ~np.isfinite(out_b)), ("lse_b", lse_b, ~(lse_b < np.inf))):
+        if bad.any():
+            at = np.argwhere(bad)[0].tolist()
+            raise NonFiniteInputError(f"{name} must be finite{', or -inf' if one.ndim == 2 else ''}, got {one[tuple(at)]} at {at}")
     top = np.maximum(lse_a, lse_b)
     base = np.where(np.isneginf(top), np.float32(0), top)
-    weight_a, weight_b = np.exp(lse_a - base), np.exp(lse_b - base)
+    with np.errstate(over="ignore"):  # a difference beyond float32 is a weight of 0
+        weight_a, weight_b = np.exp(lse_a - base), np.exp(lse_b - base)
     total = weight_a + weight_b
     safe = np.where(total > 0, total, np.float32(1))
     out = out_a * (weight_a / safe)[..., None] + out_b * (weight_b / safe)[..., None]

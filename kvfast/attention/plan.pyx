@@ -22,6 +22,7 @@ from kvfast.core.kernels cimport active_for, kv_kernels, kv_rope_scratch, kv_wid
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_ROWS
 from kvfast.core.threads cimport work_of_attention
 
+from kvfast.core.interchange import as_array
 from kvfast.errors import DimensionMismatchError
 
 cdef enum:
@@ -85,7 +86,7 @@ cdef class Plan:
         """Let the tokens of each span see each other, in the next `ask` of a context of `length` tokens."""
         cdef Py_ssize_t i
         self.num_spans = 0
-        given = np.asarray(() if spans is None else spans)
+        given = as_array(() if spans is None else spans, name)
         if given.shape[:1] == (0,):
             return 0
         given = check_integers(given, name, np.int64, 2)
@@ -110,7 +111,7 @@ cdef class Plan:
         cdef uint64_t[::1] ancestors
         cdef Py_ssize_t i
         self.num_drafts = 0
-        given = np.asarray(() if parents is None else parents)
+        given = as_array(() if parents is None else parents, name)
         if given.shape == (0,):
             return 0
         view = check_integers(given, name, np.int64, 1)

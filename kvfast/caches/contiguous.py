@@ -28,8 +28,8 @@ class KVCache(SequenceCache, Splicing, States, StoredSequence, StorageProperties
     num_kv_heads, head_dim : int, or a list with one per layer
         head_dim is 1 to 512; a multiple of 16 is stored without padding.
     max_seq_len : int, optional
-        Largest number of tokens. All memory is then reserved at once, and appending allocates nothing. Without it
-        the cache grows by blocks and never copies what it holds.
+        Largest number of tokens. The memory of codes is then reserved at once; formats with float tokens take float rows as tokens
+        come, for all tokens of an append until its `advance`. Without it the cache grows by blocks and never copies what it holds.
     dtype : str, dtype or KVFormat, or a list of them with one per layer
         Storage format: a name in `kvfast.PRESETS` (``"int4"``, ``"k4v3"``, ``"int3"``, ``"k8v4"``, ``"int8"``, ``"k8v4-recent"``,
         ``"int8-recent"``, or ``"int8-plain"`` and ``"int4-plain"``, which have only a scale per token per KV head),

@@ -310,7 +310,7 @@ class MLAKVCache(LatentSequence, LatentRows, States, StoredSequence, StorageProp
     Notes
     -----
     The latent and the rotary part each have a scale if they are stored as integers. `truncate`, `snapshot`, `save` and the other
-    methods of a `KVCache` work here in the same way, with the same guarantees.
+    methods of a `KVCache` work here in the same way, with the same guarantees; there is no `k`, `v`, `write`, `splice` and `drop`.
 
     Examples
     --------

@@ -361,6 +361,8 @@ class PagedStorage:
             prompts.save_chunks(sequence, token_ids, model, salt=salt, uncounted="drop")  # a step that broke off
 
     def _own(self, sequences):
+        if isinstance(sequences, PagedSequence):
+            raise TypeError(f"sequences must be a list, got one {type(sequences).__name__}")
         sequences = list(sequences)
         for sequence in sequences:
             if not isinstance(sequence, PagedSequence) or sequence._pool is not self:

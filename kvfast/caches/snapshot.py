@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvfast.storage.settings import full
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
@@ -353,6 +354,8 @@ def _shown(name, value):
 
 def checked_metadata(metadata):
     """A copy of the metadata of a snapshot; TypeError for other than texts."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must map str to str, got {shown(metadata)}")
     metadata = {} if metadata is None else dict(metadata)
     for name, text in metadata.items():
         if not isinstance(name, str) or not isinstance(text, str):

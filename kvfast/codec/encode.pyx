@@ -1,5 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Writes tokens into slots, for every kind of cache. A slot is block * block_size + offset in the block."""
+import numpy as np
+
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
@@ -171,11 +173,11 @@ cdef int check_storable(const kv_layout *layout, Rows k, Rows v, const kv_rotary
         done = encode_rows(layout, &k.rows, &v.rows, rotary, slots, True, True, &team)
     check_stopped(team.watch)
     if done != WRITTEN:
-        _refuse(done, layout, k, v, slots)
+        _refuse(done, layout, k, v, rotary, slots)
     return 0
 
 
-cdef int _refuse(kv_written done, const kv_layout *layout, Rows k, Rows v, const int64_t *slots) except -1:
+cdef int _refuse(kv_written done, const kv_layout *layout, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1:
     """Raise for lack of memory, or for the first value that cannot be stored."""
     cdef const kv_layout *stored
     if done == OUT_OF_MEMORY:
@@ -184,8 +186,35 @@ cdef int _refuse(kv_written done, const kv_layout *layout, Rows k, Rows v, const
     stored = layout if layout.floats == NULL else layout.floats
     check_finite(k, names[0], _limit(layout, False), dtype_name(stored.k.dtype), slots)
     check_finite(v, names[1], _limit(layout, True), dtype_name(stored.v.dtype), slots)
-    raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(layout, False):g}, "
-                              f"+-{_limit(layout, True):g}) once it is normalised and rotated")
+    _refuse_basis(layout, k, names[0], rotary, False, slots)
+    _refuse_basis(layout, v, names[1], NULL, True, slots)
+    raise NonFiniteInputError(f"{names[0]} or {names[1]} is beyond the range of what is stored")
+
+
+cdef int _refuse_basis(const kv_layout *layout, Rows given, str name, const kv_rotary *rotary, bint values,
+                       const int64_t *slots) except -1:
+    """Raise for the first row that is beyond the range in the basis in which it is stored."""
+    cdef const kv_kernels *kernels = active()
+    cdef const kv_rows *rows = &given.rows
+    cdef kv_rotary change
+    cdef float[::1] row = np.empty(rows.dim, np.float32)
+    cdef Py_ssize_t token, head, index
+    memset(&change, 0, sizeof(change))
+    if rotary != NULL:
+        change = rotary[0]
+    for token in range(rows.tokens):
+        for head in range(rows.heads if slots == NULL or slots[token] >= 0 else 0):
+            load_rows(kernels, rows, token, head, 1, &change, &row[0], rows.dim)
+            if changes_basis(layout, values) and values:
+                kernels.rotate(&row[0], rows.dim, 1, rows.dim, &row[0], rows.dim)
+            elif changes_basis(layout, values):
+                change_key_basis(kernels, layout, head, KV_TO_STORED, &row[0], rows.dim, 1, &row[0], rows.dim)
+            index = kernels.find_unstorable(&row[0], rows.dim, _limit(layout, values))
+            if index >= 0:
+                raise NonFiniteInputError(
+                    f"{name} is beyond the range of what is stored (+-{_limit(layout, values):g}): the row at [{token}, {head}] has "
+                    f"{row[index]:g} once it is {'normalised and rotated' if rotary != NULL else 'multiplied by a Hadamard matrix'}")
+    return 0
 
 
 cdef tuple storable(const kv_layout *layout, Rows k, Rows v):
@@ -219,7 +248,7 @@ cdef int write_rows(const kv_layout *layout, Rows k, Rows v, const kv_rotary *ro
         done = encode_rows(layout, &k.rows, &v.rows, rotary, slots, in_order, False, &team)
     check_stopped(team.watch)
     if done != WRITTEN:
-        _refuse(done, layout, k, v, slots)
+        _refuse(done, layout, k, v, rotary, slots)
     return 0
 
 

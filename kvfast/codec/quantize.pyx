@@ -8,6 +8,7 @@ from libc.stdlib cimport free, malloc
 from kvfast.core.arrays cimport dtype_of
 from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, STREAMED_BYTES, active, kv_kernels
+from kvfast.core.limits cimport KV_MAX_FLOAT32
 from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
 from kvfast.core.text import shown
@@ -178,6 +179,12 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     -------
     ndarray of shape (..., head_dim), float32
         `out` if given.
+
+    Raises
+    ------
+    DimensionMismatchError, TypeError, ValueError
+    NonFiniteInputError
+        If an element is beyond float32, or a scale is not finite, with the position. `out` is written by then.
     """
     cdef kv_codec_call call
     cdef kv_team team
@@ -213,4 +220,8 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     gather(&team, None, <double>out.nbytes)
     if for_each(&team, _dequantize_rows, &call, (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK, STATIC):
         raise MemoryError("cannot allocate the working memory of dequantize")
+    if not np.abs(scales).max() * np.float64(127) <= KV_MAX_FLOAT32 and not np.isfinite(out).all():
+        at = np.argwhere(~np.isfinite(out))[0].tolist()
+        raise NonFiniteInputError(f"code times scale must be within float32, got {out[tuple(at)]} at {at}, of the scale "
+                                  f"{scales[tuple(at[:-1])]}")
     return out

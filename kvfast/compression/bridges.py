@@ -22,7 +22,7 @@ class CacheBridges:
     """Methods of `KVCacheCompressor` for whole caches."""
 
     def compress_cache(self, cache: Any, layer: int) -> CompressedKV:
-        """Compress the tokens of a layer of a cache; the cache stays as it is.
+        """Compress the tokens that a layer of a cache holds, counted by `advance` or not; the cache stays as it is.
 
         Parameters
         ----------

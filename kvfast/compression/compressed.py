@@ -132,7 +132,7 @@ class Part:
 class CompressedKV:
     """Compressed keys and values of one layer: the result of `KVCacheCompressor`.
 
-    The contents never change. `attend` computes on the compressed form; `KVCacheCompressor.decompress_kv` decodes it. One
+    The contents never change. `attend` computes on the compressed form; `decode` decodes it. One
     thread at a time may call these methods: a second thread gets a RuntimeError. Use `copy` to make one for another thread.
     """
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from kvfast.attention.dense import merge_states
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.paged_sequence import Sequence
+from kvfast.caches.stored_sequence import storage_in
 from kvfast.compression.compressed import CompressedKV, check_out
 from kvfast.compression.compressor import KVCacheCompressor
 from kvfast.core.checks import check_size
@@ -72,7 +73,15 @@ class PrefixKVCache:
 
     @classmethod
     def compress(
-        cls, cache: Any, compressor: Any, max_seq_len: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None
+        cls,
+        cache: Any,
+        compressor: Any,
+        max_seq_len: int | None = None,
+        dtype: Any = "int4",
+        k_dtype: Any = None,
+        v_dtype: Any = None,
+        *,
+        uncounted: Literal["raise", "drop"] = "raise",
     ) -> Self:
         """Make a cache whose prefix is the complete tokens of a `KVCache` or `Sequence`, which stays as it is.
 
@@ -82,6 +91,8 @@ class PrefixKVCache:
         compressor : KVCacheCompressor
         max_seq_len, dtype, k_dtype, v_dtype
             As in `PrefixKVCache`.
+        uncounted
+            As in `KVCache.snapshot`.
 
         Returns
         -------
@@ -90,12 +101,13 @@ class PrefixKVCache:
         Raises
         ------
         ValueError
-            If the cache is empty, or where `KVCacheCompressor.compress_kv` raises it.
+            If the cache is empty or layers hold tokens that were never counted, or where `KVCacheCompressor.compress_kv` raises it.
         """
         if not isinstance(cache, (KVCache, Sequence)):
             raise TypeError(f"cache must be a KVCache or a Sequence, got {type(cache).__name__}")
         if not isinstance(compressor, KVCacheCompressor):
             raise TypeError(f"compressor must be a KVCacheCompressor, got {type(compressor).__name__}")
+        storage_in(cache).check_counted(uncounted)
         n, layers = len(cache), []
         if not n:
             raise ValueError("the cache is empty: there is nothing to compress")

@@ -207,6 +207,8 @@ cdef tuple open_pair(object k, object v, bint latent):
     cdef Rows keys = open_rows(k, "latent" if latent else "k"), values
     if v is not None:
         return keys, open_rows(v, "latent" if latent else "v")
+    if not latent:
+        raise TypeError("v must be an array of float32, float16 or bfloat16, got None")
     values = Rows.__new__(Rows)
     values.rows = keys.rows
     values.rows.dim = 0

@@ -79,7 +79,10 @@ cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
 
 cdef object check_integers(object values, str name, object dtype, int ndim):
     """Integers as a new array, so that the caller cannot change them after the check. None is cut to fit the dtype."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # lists of different lengths
+        raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}: {error}") from None
     if array.ndim != ndim or array.dtype.kind not in "iu":
         raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
                                      f"{array.dtype} of shape {array.shape}")
@@ -112,6 +115,8 @@ def checked_token_ids(token_ids, count=None):
 
 def checked_salt(salt):
     """The salt of a tenant; no message shows it."""
-    if not isinstance(salt, bytes) or len(salt) > 64:
-        raise TypeError(f"salt must be at most 64 bytes, got {len(salt) if isinstance(salt, bytes) else type(salt).__name__}")
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt must be bytes, got {type(salt).__name__}")
+    if len(salt) > 64:
+        raise ValueError(f"salt must be at most 64 bytes, got {len(salt)}")
     return salt

@@ -62,7 +62,10 @@ def as_array(array, name="array"):
     if isinstance(array, np.ndarray):
         return array
     if not hasattr(array, "__dlpack__"):
-        return np.asarray(array)
+        try:
+            return np.asarray(array)
+        except ValueError as error:  # lists of different lengths
+            raise ValueError(f"{name} must be an array: {error}") from None
     _check_device(array, name)
     array = _resolved(array)
     try:
@@ -90,13 +93,16 @@ def as_floats(array, name, rounds=True):
             array = as_array(array, name)
         except Exception as error:  # noqa: BLE001  (any library's own way to say that this is not an array)
             raise TypeError(f"{name} must be an array of float32, float16 or bfloat16, got {type(array).__name__}: {error}") from None
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be a masked array: pass {name}.filled(0), or leave masked tokens out")
     if array.dtype.name == "bfloat16" and array.dtype.isnative:
         array = array.view(np.uint16)
     if array.dtype.char == "d" and array.dtype.isnative and rounds:
         with np.errstate(over="ignore"):
             return array.astype(np.float32)
     if array.dtype.char not in "feH" or not array.dtype.isnative:
-        way = f": pass {name}.astype(np.float32)" if array.dtype.kind in "fiu" else ""
+        way = f": pass {name}.astype(np.float32)" if rounds else f": make {name} with dtype=np.float32"
+        way *= array.dtype.kind in "fiu"
         raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), got {array.dtype}{way}")
     return array
 

@@ -63,13 +63,20 @@ def refusal(llm):
     package = _package(llm)
     if package.llama_model_is_recurrent(llm.model) or package.llama_model_is_hybrid(llm.model):
         return "the model is recurrent: its state is not one of tokens"
-    if package.llama_model_has_encoder(llm.model) or not package.llama_get_causal_attn(llm.ctx):
+    if package.llama_model_has_encoder(llm.model) or not _is_causal(llm, package):
         return "the model is not causal: keys depend on the tokens that follow"
     if llm.__getstate__()["logits_all"]:
         return "logits_all=True, or a draft model, keeps the logits of all tokens, which a store does not have"
     if llm.chat_handler is not None and not inspect.isfunction(llm.chat_handler):
         return "the chat_handler may have images, which token ids do not tell apart"
     return None
+
+
+def _is_causal(llm, package):
+    if hasattr(package, "llama_get_causal_attn"):  # older bindings lack it
+        return package.llama_get_causal_attn(llm.ctx)
+    said = [text.lower() for name, text in llm.metadata.items() if name.endswith(".attention.causal")]
+    return llm.context_params.attention_type != package.LLAMA_ATTENTION_TYPE_NON_CAUSAL and "false" not in said
 
 
 def seed_of(llm):

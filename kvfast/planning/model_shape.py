@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,12 +34,14 @@ _NAMES = {
         "n_heads",
         "attention_heads",
     ),
-    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "num_attention_groups"),
     "head_dim": ("head_dim", "attention_head_dim", "kv_channels", "d_kv"),
     "hidden_size": ("attention_hidden_size", "hidden_size", "n_embd", "d_model", "emb_dim", "embed_dim"),
     "sliding_window": ("sliding_window", "attention_window_size", "sliding_window_size"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
 }
+# Keys that no family has whose KV heads are known.
+_MAY_TELL_KV_HEADS = re.compile("kv.*head|head.*kv|multi_?query|(query|attention|head).*group|group.*(query|head)")
 # Where the configuration of a model of several parts has that of its text.
 _PARTS = ("text_config", "decoder", "thinker_config")
 _GGUF_NAMES = {
@@ -171,7 +174,9 @@ class _Config:
             raise ValueError(f"{source} must hold a JSON object with the keys of a model, got {type(values).__name__}")  # noqa: TRY004
         while inner := next((values[part] for part in _PARTS if isinstance(values.get(part), Mapping)), None):
             values = inner
-        self.values, self.source, self.gguf_prefix = dict(values), source, gguf_prefix
+        # DBRX and MPT have the keys of attention apart.
+        own = values.get("attn_config")
+        self.values, self.source, self.gguf_prefix = (dict(own) if isinstance(own, Mapping) else {}) | dict(values), source, gguf_prefix
         self.name = str(self.values.get("model_type") or "unknown architecture")
         for key, value in _DEFAULTS.get(self.name, {}).items():
             self.values.setdefault(key, value)
@@ -262,7 +267,15 @@ def _latents(config, windows, notes):
 def _heads(config, windows, notes):
     heads = config.count("num_attention_heads")
     one_for_all = config.get("multi_query") is True and config.get("new_decoder_architecture") is not True
-    kv_heads = [1] * len(windows) if one_for_all else config.counts("num_key_value_heads", len(windows), heads)
+    groups = config.count("multi_query_group_num", heads) if config.get("multi_query_attention") is True else heads  # ChatGLM
+    kv_heads = [1] * len(windows)
+    if not one_for_all and config.get("attn_type") != "multiquery_attention":  # MPT
+        kv_heads = config.counts("num_key_value_heads", len(windows), groups)
+        unknown = [key for key in config.values if _MAY_TELL_KV_HEADS.search(str(key))]
+        if config.get("num_key_value_heads") is None and groups == heads and unknown:
+            notes.append(
+                f"no key that kvfast knows tells the KV heads: all {heads} query heads are taken to have their own; {unknown[0]} may tell"
+            )
     if config.get("qk_nope_head_dim") is not None:  # here head_dim, if present, is the rotary part
         dim = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim", least=0)
     else:
@@ -298,7 +311,7 @@ def _shapes(config, kv_heads, dim, windows):
 
 def _of_layers(config, number):
     """What the configuration has for each layer alone."""
-    ours = config.get("per_layer_config")
+    ours = _of_blocks(config, number) if config.get("block_configs") is not None else config.get("per_layer_config")
     ours = {} if ours is None else ours
     if not isinstance(ours, Mapping) or not all(isinstance(one, Mapping) for one in ours.values()):
         raise ValueError(f"{config.source}: per_layer_config must map layers to their keys, got {ours!r:.80}")
@@ -306,6 +319,20 @@ def _of_layers(config, number):
         _Config(ours.get(str(layer), ours.get(layer, {})), f"{config.source}: per_layer_config of layer {layer}")
         for layer in range(number)
     ]
+
+
+def _of_blocks(config, number):
+    """`block_configs` of Nemotron-NAS as `per_layer_config`: query heads of a KV head, or no attention."""
+    blocks, heads = config.get("block_configs"), config.count("num_attention_heads")
+    if not isinstance(blocks, (list, tuple)) or len(blocks) != number or not all(isinstance(one, Mapping) for one in blocks):
+        raise ValueError(f"{config.source}: block_configs must be a list of {number} objects, one per layer, got {blocks!r:.80}")
+    found = {}
+    for layer, block in enumerate(blocks):
+        attention = block.get("attention")
+        one = _Config(attention if isinstance(attention, Mapping) else {}, f"{config.source}: block_configs of layer {layer}")
+        without = one.get("no_op") or one.get("replace_with_linear")
+        found[layer] = {"num_key_value_heads": 0 if without else heads // one.count("n_heads_in_group", 1)}
+    return found
 
 
 def _of_gguf(path):

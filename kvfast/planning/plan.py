@@ -164,7 +164,7 @@ def plan(
     batch : int
         Number of sequences, each with its own cache. A `PagedKVCache` with the same number of blocks takes the same memory.
     dtype : str, dtype or KVFormat, or a list of them, optional
-        Formats to compare; by default all presets and all storage dtypes. An entry that is a list has one per layer.
+        Formats to compare; by default all presets and all storage dtypes. For a plan with a format for each layer, pass ``[[...]]``.
     memory : int, optional
         Bytes of memory for the weights and for keys and values; by default what the machine has available now, within the limits
         of its cgroup. The weights are subtracted from it if their size is known.
@@ -252,7 +252,8 @@ def plan(
         bandwidth = max(read_bandwidth() for _ in range(BANDWIDTH_PASSES))
     if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):
         raise ValueError(f"bandwidth must be a number of bytes per second above 0, got {shown(bandwidth)}")
-    checkpoints = check_size(checkpoints, "checkpoints", 0, MAX_TOKENS) if shape.state_bytes and engine == "kvfast" else 0
+    checkpoints = check_size(checkpoints, "checkpoints", 0, MAX_TOKENS)
+    checkpoints *= bool(shape.state_bytes and engine == "kvfast")
     state_bytes = shape.state_bytes if engine == "kvfast" else 0
     dtypes = tuple(
         _dtype_plan(name, parts, context, batch, memory, bandwidth, shape.weight_bytes_read, state_bytes, checkpoints)

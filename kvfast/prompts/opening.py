@@ -18,8 +18,10 @@ def open_patiently(
     store: str | os.PathLike[str] | Store, max_bytes: int | None, near: str | os.PathLike[str] | None, secret: bytes, time_limit: float
 ) -> PatientStore:
     """A store by its path or URL, or one of the user, after a check of the options of `kvfast.PromptCache`."""
-    if not isinstance(secret, bytes) or len(secret) > 64:
-        raise TypeError("secret must be at most 64 bytes")  # which no message shows
+    if not isinstance(secret, bytes):
+        raise TypeError(f"secret must be bytes, got {type(secret).__name__}")
+    if len(secret) > 64:
+        raise ValueError(f"secret must be at most 64 bytes, got {len(secret)}")  # and no message shows it
     if not isinstance(time_limit, (int, float)) or not time_limit > 0:
         raise ValueError(f"time_limit must be a positive number of seconds, got {shown(time_limit)}")
     need_files()

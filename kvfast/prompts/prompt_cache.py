@@ -173,6 +173,7 @@ class PromptCache:
             used = [key_of("t", listed), key_of("e", kept or end), *used]
             if kept is None:
                 values[used[1]] = End.read(storage, node * form.blocks, end, self._secret)
+            if kept is None or kept == end and len(others) == len(known or ()):  # its list was lost, or damaged
                 values[used[0]] = tails_value([tail, *others], listed, self._secret)
         total = sum(HEADER_BYTES + form.nbytes(i) for i in range(len(chunks))) + sum(map(len, values.values()))
         if self.max_bytes is not None and total > self.max_bytes:

@@ -417,7 +417,7 @@ class TestRefusals:
 
     def test_beyond_what_rotation_can_hold(self, isa):
         cache = kvfast.KVCache(1, 1, 64, dtype="int8")
-        for huge, message in ((3e38, "beyond the range of int8"), (5e35, "once it is normalised and rotated")):
+        for huge, message in ((3e38, "beyond the range of int8"), (5e35, "once it is multiplied by a Hadamard matrix")):
             rows = np.full((1, 1, 64), huge, np.float32)
             with pytest.raises(kvfast.NonFiniteInputError, match=message):
                 cache.append(0, rows, rows)

@@ -279,3 +279,13 @@ def test_header_that_is_none():
     for header in (b"", b"[]", b"{}", b"[" * 100000, b"\xff"):
         with pytest.raises((kvfast.CorruptFileError, kvfast.IncompatibleSnapshotError)):
             CompressedKV.from_state_dict({"header": np.frombuffer(header, np.uint8)})
+
+
+def test_a_prefix_tells_of_tokens_that_were_not_counted(rng):
+    cache, rows = kvfast.KVCache(1, 2, 64), rng.standard_normal((100, 2, 64), np.float32)
+    cache.append(0, rows, rows)
+    cache.advance(100)
+    cache.append(0, rows[:7], rows[:7])
+    with pytest.raises(ValueError, match=r"layers hold 7 tokens that were never counted.*advance\(7\)"):
+        PrefixKVCache.compress(cache, COMPRESSOR)
+    assert len(PrefixKVCache.compress(cache, COMPRESSOR, uncounted="drop")) == 100

@@ -200,3 +200,66 @@ def test_the_runtime_without_its_packages_names_them():
     code = "import sys; sys.modules['gguf'] = None; import kvfast.llama"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert 'ModuleNotFoundError: kvfast.llama needs the package gguf: pip install "kvfast[llama]"' in done.stderr
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_states_that_are_not_finite_are_refused(which, value):
+    """Their log-sum-exps may be -inf, for a set without keys."""
+    state = [np.ones((2, 3, 4), np.float32), np.zeros((2, 3), np.float32)] * 2
+    state = [one.copy() for one in state]
+    state[which][1, 2] = value
+    name = ("out_a", "lse_a", "out_b", "lse_b")[which]
+    with pytest.raises(kvfast.NonFiniteInputError, match=rf"{name} must be finite.*got {value} at \[1, 2"):
+        kvfast.merge_states(*state)
+
+
+def test_states_that_are_far_apart(recwarn):
+    out, far = np.ones((1, 1, 4), np.float32), np.full((1, 1), 3e38, np.float32)
+    merged, lse = kvfast.merge_states(out, far, 2 * out, -far)
+    assert (merged == 1).all() and lse == far and not recwarn
+    assert np.isneginf(kvfast.merge_states(out, far * -np.inf, out, far * -np.inf)[1]).all()
+
+
+@pytest.mark.parametrize("scale", [3e38, np.nan, np.inf])
+def test_scales_that_lead_beyond_float32(scale):
+    with pytest.raises(kvfast.NonFiniteInputError, match=r"code times scale must be within float32, got \w+ at \[1, 0\]"):
+        kvfast.dequantize(np.full((2, 4), 127, np.int8), np.array([1, scale], np.float32))
+    assert (kvfast.dequantize(np.ones((1, 4), np.int8), np.float32([3e38])) == np.float32(3e38)).all()
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_rows_beyond_the_range_once_they_are_rotated(dtype, side):
+    """A constant row has one large element then."""
+    cache, large = kvfast.KVCache(1, 2, 64, dtype=dtype), {"int4": 8200, "int8": 1e35}[dtype]
+    rows = {name: np.ones((3, 2, 64), np.float32) for name in "kv"}
+    rows[side][2, 1] = large
+    if (dtype, side) == ("int4", "k"):
+        rows[side][2, 1] = 65600  # these keys have no rotation
+    with pytest.raises(kvfast.NonFiniteInputError, match=rf"^{side}\b") as told:
+        cache.append(0, rows["k"], rows["v"])
+    assert "2, 1" in str(told.value) and cache.layer_length(0) == 0
+
+
+def test_errors_that_name_the_argument():
+    cache, rows = kvfast.KVCache(1, 2, 64), np.ones((3, 2, 64), np.float32)
+    for call, kind, text in [
+        (lambda: cache.append(0, rows, None), TypeError, "v must be an array of float32, float16 or bfloat16, got None"),
+        (lambda: cache.append(0, np.ma.masked_array(rows, mask=True), rows), TypeError, "k must not be a masked array: pass k.filled"),
+        (lambda: cache.snapshot(metadata="abc"), TypeError, "metadata must map str to str, got 'abc'"),
+        (lambda: kvfast.PromptCache(""), ValueError, "store must be a folder or a URL, got an empty text"),
+        (lambda: kvfast.Sequence.from_state_dict({}), TypeError, "a Sequence is made by its pool: "),
+    ]:
+        with pytest.raises(kind, match=text):
+            call()
+        assert cache.layer_length(0) == 0
+    cache.append(0, rows, rows)
+    for name, given in [("spans", [[1, 2], [3]]), ("sinks", [[1], [2, 3]]), ("parents", [[-1], [0, 1]]), ("chosen", [[0], [1, 2]])]:
+        with pytest.raises(ValueError, match=f"{name} must be an array: "):
+            cache.attend(0, rows, **{name: given})
+    with pytest.raises(TypeError, match="got float64: make out with dtype=np.float32"):
+        cache.attend(0, rows, out=np.zeros((3, 2, 64)))
+    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=2)
+    with pytest.raises(TypeError, match="sequences must be a list, got one Sequence"):
+        pool.slot_mapping(pool.new_sequence(), 1)

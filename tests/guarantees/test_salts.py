@@ -181,6 +181,6 @@ def test_no_message_shows_a_salt():
         lambda ids, salt: prompts.restore(pool.new_sequence(), ids, salt=salt),
     ):
         for wrong in ("secret" * 3, b"secret" * 11):
-            with pytest.raises(TypeError, match="salt must be at most 64 bytes") as raised:
+            with pytest.raises((TypeError, ValueError), match="salt must be") as raised:
                 call(IDS, wrong)
             assert "secret" not in str(raised.value)

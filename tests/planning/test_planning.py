@@ -764,3 +764,80 @@ def test_the_command_plans_for_vllm(tmp_path):
     assert "46,603" in text and "int4_per_token_head" in text and "170,435" in text
     found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
     assert found["dtypes"][0]["cache"] == "vLLM, bfloat16"
+
+
+HEADS = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "dbrx", "d_model": 512, "n_heads": 8, "n_layers": 3, "attn_config": {"kv_n_heads": 2}}, [(2, None)] * 3),
+        (
+            {"model_type": "mpt", "d_model": 512, "n_heads": 8, "n_layers": 3, "attn_config": {"attn_type": "multiquery_attention"}},
+            [(1, None)] * 3,
+        ),
+        (
+            {
+                "model_type": "mpt",
+                "d_model": 512,
+                "n_heads": 8,
+                "n_layers": 3,
+                "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2},
+            },
+            [(2, None)] * 3,
+        ),
+        (HEADS | {"model_type": "chatglm", "multi_query_attention": True, "multi_query_group_num": 2}, [(2, None)] * 4),
+        (HEADS | {"model_type": "chatglm", "multi_query_attention": False, "multi_query_group_num": 2}, [(8, None)] * 4),
+        (HEADS | {"model_type": "step3p5", "num_attention_groups": 2}, [(2, None)] * 4),
+        (
+            HEADS
+            | {
+                "model_type": "nemotron-nas",
+                "num_key_value_heads": None,
+                "block_configs": [
+                    {"attention": {"n_heads_in_group": 4, "no_op": False}},
+                    {"attention": {"n_heads_in_group": None, "no_op": True}},
+                    {"attention": {"n_heads_in_group": 8}},
+                    {"attention": {"n_heads_in_group": None, "replace_with_linear": True}},
+                ],
+            },
+            [(2, None), (1, None)],
+        ),
+        (HEADS | {"model_type": "hunyuan", "num_key_value_heads": 2, "use_cla": True, "cla_share_factor": 2}, [(2, None)] * 2),
+        (
+            HEADS | {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 2]], "window_size": 256},
+            [(8, None), (8, 256)] * 2,
+        ),
+    ],
+    ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
+)
+def test_keys_of_other_names(config, expected):
+    found = read_shape(config)
+    assert [(layer.num_kv_heads, layer.sliding_window) for layer in found.layers] == expected
+    assert not any("may tell" in note for note in found.notes) or config.get("multi_query_attention") is False
+
+
+def test_a_key_that_may_tell_the_kv_heads_is_named():
+    (note,) = read_shape(HEADS | {"model_type": "new", "num_query_groups": 2}).notes
+    assert note.startswith("no key that kvfast knows tells the KV heads: all 8 query heads") and "num_query_groups may tell" in note
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"model_type": "nemotron-nas", "block_configs": [{}]}, "block_configs must be a list of 4 objects"),
+        (
+            {"model_type": "nemotron-nas", "block_configs": [{"attention": {"n_heads_in_group": 0}}] * 4},
+            "n_heads_in_group must be a whole",
+        ),
+        (
+            {"model_type": "gpt_neo", "attention_types": [[["global", "far"], 2]]},
+            'attention_types must list 4 layers, "global" or "local"',
+        ),
+        ({"model_type": "gpt_neo", "attention_types": [[["global"], 2]]}, "attention_types must list 4 layers"),
+    ],
+)
+def test_wrong_keys_of_other_names(keys, text):
+    with pytest.raises(ValueError, match=text):
+        read_shape(HEADS | keys)

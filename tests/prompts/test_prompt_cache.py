@@ -185,3 +185,23 @@ def test_bad_input(tmp_path):
         kvfast.PromptCache(tmp_path, max_bytes=-1)
     assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), []) == 0
     assert not prompts.save(kvfast.KVCache(2, 2, 20, dtype="int8"), [])
+
+
+@pytest.mark.parametrize("kind", ["t", "e", "c"])
+def test_what_was_damaged_is_saved_again(tmp_path, kind):
+    cache, ids = kvfast.KVCache(1, 2, 64, dtype="int8"), np.arange(400)
+    cache.append(0, *np.random.default_rng(0).standard_normal((2, 400, 2, 64), np.float32))
+    cache.advance(400)
+    with kvfast.PromptCache(tmp_path) as prompts:
+
+        def restored():
+            return prompts.restore(kvfast.KVCache(1, 2, 64, dtype="int8"), ids)
+
+        assert prompts.save(cache, ids) and restored() == 399
+        (path, *_) = tmp_path.glob(f"*/{kind}-*")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        with pytest.warns(RuntimeWarning, match="cannot be used"):
+            assert restored() < 399
+        assert prompts.save(cache, ids) and restored() == 399

@@ -82,7 +82,9 @@ static void device_properties(ggml_backend_dev_t device, struct ggml_backend_dev
     properties->description = device_description(device);
     properties->type = device_type(device);
     properties->caps.buffer_from_host_ptr = true;
+#ifdef KVFAST_GGML_HAS_MMAP_SUPPORT
     properties->caps.mmap_support = true;
+#endif
 }
 
 static ggml_backend_t device_init(ggml_backend_dev_t device, const char *parameters)

@@ -44,6 +44,8 @@ def open_store(
     StoreError
     """
     text = os.fsdecode(store)
+    if not text:
+        raise ValueError("store must be a folder or a URL, got an empty text: '.' is the current folder")
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     if scheme in ("", "file") or _is_file_url(text):
         if near is not None:

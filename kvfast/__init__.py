@@ -15,9 +15,7 @@ What these take and return, and seldom is named, is in its module: ``kvfast.plan
 ``kvfast.attention.explained`` (the plan of a call), ``kvfast.caches.multi_head`` (`MultiHeadConfig`),
 ``kvfast.caches.buffer_layout`` (memory for a pool), ``kvfast.core.hardware`` (how fast the machine reads and multiplies).
 
-The packages below, each importing only from those before it: ``simd``, ``core``, ``codec``, ``attention``, ``storage``,
-``files``, ``caches``, ``handles`` and ``capi`` (the door for C and Cython), ``compression``, ``interop``, ``prompts``, ``planning``; above stand
-``evaluation``, ``llama``, ``llama_cpp``, ``transformers``, ``vllm`` and ``cli``. See ``docs/architecture.md``.
+``docs/architecture.md`` has the packages below, each of which imports only from those under it.
 """
 
 from __future__ import annotations

@@ -262,8 +262,8 @@ class PagedKVCache(PagedStorage, StorageProperties):
             window or chunks). The result differs by rounding.
         out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, \
         num_threads, attention_chunk_size, clamp_spans, chosen, chosen_run, precision
-            As in `KVCache.attend`. `chosen` has the positions of all queries of `q`, each within its own sequence. In a pool with a window, the window and sinks of the pool are the defaults and the
-            largest values allowed.
+            As in `KVCache.attend`. `chosen` has the positions of all queries of `q`, each within its own sequence. In a pool with a
+            window, the window and sinks of the pool are the defaults and the largest values allowed.
         spans, parents : list with one entry per sequence, optional
             As in `KVCache.attend`, or None for a sequence without them.
 

@@ -171,9 +171,9 @@ class SequenceCache:
             If True, the tokens of a span see no key before their own window or chunk, as Gemma 4 has it. It matters for spans that are
             longer than these.
         parents : integers of shape (num_drafts,), optional
-            The last tokens are a tree of drafts, at most 64, each with a query in `q`: the parent of each is an earlier draft, or -1 for the last token before
-            the tree. A draft sees the tokens before the tree, its own ancestors and itself. Its position is its depth in the
-            tree: windows, chunks and `alibi_slopes` go by it, and the keys must have been rotated for it.
+            The last tokens are a tree of drafts, at most 64, each with a query in `q`: the parent of each is an earlier draft, or -1
+            for the last token before the tree. A draft sees the tokens before the tree, its own ancestors and itself. Its position is
+            its depth in the tree: windows, chunks and `alibi_slopes` go by it, and the keys must have been rotated for it.
         chosen : integers of shape (num_tokens, k) or (num_tokens, num_kv_heads, k), optional
             The positions that each query reads, of all that it would see, in any order: those that an indexer has found best
             (DeepSeek-V3.2). Rows that have fewer end in -1. No other key is read. With one row for each query, all KV heads read the
@@ -289,8 +289,9 @@ class SequenceCache:
     def k(self, layer: int) -> NDArray[np.float32]:
         """Keys of a layer, including tokens that are not yet advanced. In a spliced cache they are rotated for their positions there.
 
-        These are the keys that `attend` reads: of queries in front of `advance`, the first one, and later ones read more blocks as codes. Tokens with float rows, such as the newest of a format that seals blocks, give
-        their floats; all other tokens give decoded codes. Until `advance` seals their block, all of its tokens give float16.
+        These are the keys that `attend` reads. Tokens with float rows, such as the newest of a format that seals blocks, give
+        their floats; all other tokens give decoded codes. Until `advance` seals their block, all of its tokens give float16; of the
+        queries before that `advance`, later ones may read it as codes already.
 
         Returns
         -------

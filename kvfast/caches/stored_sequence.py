@@ -305,18 +305,14 @@ class StoredSequence:
         Raises
         ------
         CorruptFileError, IncompatibleSnapshotError
-            If the arrays are damaged, of another kind of cache, or of a version that this kvfast cannot read.
-        TypeError
-            For a sequence, which its pool makes: restore ``kvfast.Snapshot.from_state_dict(arrays)`` into a new one.
+            If the arrays are damaged, of another kind of cache, or of a version that this kvfast cannot read. A sequence is made by
+            its pool: restore ``kvfast.Snapshot.from_state_dict(arrays)`` into a new one.
         """
-        if cls.is_paged:
-            raise TypeError(
-                f"a {cls.__name__} is made by its pool: pool.new_sequence().restore(kvfast.Snapshot.from_state_dict(arrays))"
-            )
         settings, storage, *_ = from_arrays(arrays, calibration)
         name = NAMES[settings["kind"]]
         if name != cls.__name__:
-            raise IncompatibleSnapshotError(f"this is the state of a {name}, not of a {cls.__name__}")
+            way = ": pool.new_sequence().restore(kvfast.Snapshot.from_state_dict(arrays))" if cls.is_paged else ""
+            raise IncompatibleSnapshotError(f"this is the state of a {name}, not of a {cls.__name__}{way}")
         return cls._over(settings, storage)
 
     __copy__ = copy

@@ -436,7 +436,7 @@ class TestRefused:
         assert len(sequence) == 0
         with pytest.raises(ValueError, match="token_ids must be integers"):
             pool.match_prefix([[1]])
-        with pytest.raises(ValueError, match="salt must be at most 64 bytes"):
+        with pytest.raises(TypeError, match="salt must be bytes, got str"):
             pool.match_prefix([1], salt="a")
 
 

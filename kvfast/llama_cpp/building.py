@@ -105,7 +105,8 @@ def build_bundled(source, out=None):
 
 def _compile(headers, scratch, flags, linked, out):
     """Compile the sources and link them."""
-    if "mmap_support" in (headers / "include" / "ggml-backend.h").read_text():  # older versions of the interface lack it
+    interface = headers / "include" / "ggml-backend.h"
+    if interface.exists() and "mmap_support" in interface.read_text():  # older versions lack it
         flags = [*flags, "-DKVFAST_GGML_HAS_MMAP_SUPPORT"]
     flags = [*FLAGS, *flags, *(f"-I{folder}" for folder in (SOURCES.parents[1], headers / "include", headers / "src"))]
     objects = {unit: str(Path(scratch, f"{unit.stem}.o")) for unit in UNITS}

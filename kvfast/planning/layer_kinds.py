@@ -79,8 +79,6 @@ def _window(config):
         return None
     if config.name == "mimo_v2_flash" and config.get("sliding_window_size") is not None:
         return config.count("sliding_window_size") + 1  # there the token itself is not counted
-    if config.name == "gpt_neo":
-        return config.count("window_size", 0) or None
     if config.name == "modernbert-decoder" and config.get("local_attention") is not None:
         return config.count("local_attention") // 2
     return config.count("sliding_window", 0) or None
@@ -213,18 +211,6 @@ def _without_rotation(config, field, number):
     return _marked(CHUNKED, FULL)(config, field, number) if config.get(field) else _FAMILIES["llama4"]
 
 
-def _repeated(config, field, number):
-    """Kinds of GPT-Neo: pairs of some layers and how often they come."""
-    pairs = config.get(field)
-    try:
-        kinds = "".join({"global": FULL, "local": SLIDING}[kind] for turn, times in pairs for kind in list(turn) * times)
-    except (TypeError, ValueError, KeyError):
-        kinds = ""
-    if len(kinds) != number:
-        raise ValueError(f'{config.source}: {field} must list {number} layers, "global" or "local", got {pairs!r:.80}')
-    return kinds
-
-
 def _compressed(config, field, number):
     raise ValueError(f"{config.source}: {field} is given, and kvfast does not know what layers keep that compress their tokens")
 
@@ -247,7 +233,6 @@ _FIELDS = {
     "hybrid_override_pattern": _named,
     "compress_ratios": _compressed,
     "block_types": _blocks_in_turn,
-    "attention_types": _repeated,
     "hybrid_layer_pattern": _marked(SLIDING, FULL),
     "attn_type_list": _marked(FULL, NOTHING),
     "full_attn_idxs": _listed(FULL, NOTHING),

@@ -805,10 +805,6 @@ HEADS = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
             [(2, None), (1, None)],
         ),
         (HEADS | {"model_type": "hunyuan", "num_key_value_heads": 2, "use_cla": True, "cla_share_factor": 2}, [(2, None)] * 2),
-        (
-            HEADS | {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 2]], "window_size": 256},
-            [(8, None), (8, 256)] * 2,
-        ),
     ],
     ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
 )
@@ -831,11 +827,6 @@ def test_a_key_that_may_tell_the_kv_heads_is_named():
             {"model_type": "nemotron-nas", "block_configs": [{"attention": {"n_heads_in_group": 0}}] * 4},
             "n_heads_in_group must be a whole",
         ),
-        (
-            {"model_type": "gpt_neo", "attention_types": [[["global", "far"], 2]]},
-            'attention_types must list 4 layers, "global" or "local"',
-        ),
-        ({"model_type": "gpt_neo", "attention_types": [[["global"], 2]]}, "attention_types must list 4 layers"),
     ],
 )
 def test_wrong_keys_of_other_names(keys, text):

@@ -9,14 +9,8 @@ from kvfast.core.kernels cimport (kv_kernels, kv_room, kv_rope_scratch, kv_score
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
 
 
-cdef extern from *:
-    """
-    static inline void kv_touch(const char *at, ptrdiff_t n) { for (ptrdiff_t i = 0; i < n; i += 64) __builtin_prefetch(at + i); }
-    """
-    void kv_touch(const char *at, Py_ssize_t n) noexcept nogil
-
-
 cdef extern from "attention/walk/walk.h" nogil:
+    void kv_touch(const char *at, Py_ssize_t n)
     int kv_count_bits(uint64_t bits)
     int kv_first_bit(uint64_t bits)
 

@@ -17,6 +17,12 @@
 typedef struct kv_call kv_call;
 typedef struct kv_task kv_task;
 
+/* Asks for memory that is read soon. */
+static inline void kv_touch(const char *at, ptrdiff_t n)
+{
+    for (ptrdiff_t i = 0; i < n; i += 64) __builtin_prefetch(at + i);
+}
+
 /* Bits of the ancestors of a draft, see kv_query. */
 static inline int kv_count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
 static inline int kv_first_bit(uint64_t bits) { return bits ? __builtin_ctzll(bits) : 64; }

@@ -95,7 +95,7 @@ cdef class PoolHandle(Handle):
             return self.failed(error)
 
     cdef bint fits(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct) noexcept nogil:
-        """Whether a batch is valid, and all of its sequences plain; not so for more than QUICK_SEQUENCES. In the pool."""
+        """Whether a batch is valid, and its sequences or tables plain; not so for more than QUICK_SEQUENCES. In the pool."""
         cdef Py_ssize_t i, j
         if batch == NULL or not 1 <= batch.num_sequences <= QUICK_SEQUENCES:
             return False
@@ -165,7 +165,7 @@ cdef class PoolHandle(Handle):
             return False
         for i in range(batch.num_sequences):
             if not next_slots(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i),
-                               slots + _start(batch, i)):
+                              slots + _start(batch, i)):
                 return False
         gather_unwatched(&team, 0, work_of(k))
         if encode_rows(layout, k, v, NULL, slots, False, False, &team) != WRITTEN:

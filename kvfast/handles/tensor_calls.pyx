@@ -53,28 +53,28 @@ cdef class TensorCalls:
         cdef Py_ssize_t shape[2]
         cdef Py_ssize_t count, i
         cdef const int32_t *given = NULL
-        cdef bint done = False
+        cdef bint fits, done = False
         memset(&batch, 0, sizeof(batch))
         memset(&options, 0, sizeof(options))
         batch.block_table = <const int32_t *>_memory(block_table, INTEGERS, 32, 2, shape)
         batch.num_sequences, batch.max_blocks = shape[0], shape[1]
         batch.seq_lens = <const int32_t *>_memory(seq_lens, INTEGERS, 32, 1, shape)
-        done = batch.block_table != NULL and batch.seq_lens != NULL and shape[0] == batch.num_sequences
-        if done and cu_seqlens_q is not None:
+        fits = batch.block_table != NULL and batch.seq_lens != NULL and shape[0] == batch.num_sequences
+        if fits and cu_seqlens_q is not None:
             given, count = <const int32_t *>_memory(cu_seqlens_q, INTEGERS, 32, 1, shape), batch.num_sequences + 1
-            done = given != NULL and shape[0] == count and count <= QUICK_SEQUENCES + 1
-            for i in range(count if done else 0):
+            fits = given != NULL and shape[0] == count and count <= QUICK_SEQUENCES + 1
+            for i in range(count if fits else 0):
                 starts[i] = given[i]
             batch.starts = starts
-        if done and sinks is not None:
+        if fits and sinks is not None:
             options.sinks = <const float *>_memory(sinks, FLOATS, 32, 1, shape)
-            done = options.sinks != NULL and shape[0] == queries.rows.heads
-        if done:
+            fits = options.sinks != NULL and shape[0] == queries.rows.heads
+        if fits:
             options.scale, options.softcap = 0 if scale is None else scale, softcap
             options.sliding_window, options.not_causal = sliding_window, not causal
             # A scale of 0 asks for the default there, and a negative cap or window is an error.
-            done = (scale is None or options.scale != 0) and softcap >= 0 and sliding_window >= 0
-        if done:
+            fits = (scale is None or options.scale != 0) and softcap >= 0 and sliding_window >= 0
+        if fits:
             with nogil:
                 done = self.handle.try_attend(0, &batch, &of_queries, &options, &of_target)
         if not done:

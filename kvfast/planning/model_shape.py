@@ -40,7 +40,7 @@ _NAMES = {
     "sliding_window": ("sliding_window", "attention_window_size", "sliding_window_size"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
 }
-# Keys that no family has whose KV heads are known.
+# Keys that may tell the KV heads, where none that kvfast knows does.
 _MAY_TELL_KV_HEADS = re.compile("kv.*head|head.*kv|multi_?query|(query|attention|head).*group|group.*(query|head)")
 # Where the configuration of a model of several parts has that of its text.
 _PARTS = ("text_config", "decoder", "thinker_config")

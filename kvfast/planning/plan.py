@@ -253,7 +253,8 @@ def plan(
     if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):
         raise ValueError(f"bandwidth must be a number of bytes per second above 0, got {shown(bandwidth)}")
     checkpoints = check_size(checkpoints, "checkpoints", 0, MAX_TOKENS)
-    checkpoints *= bool(shape.state_bytes and engine == "kvfast")
+    if not shape.state_bytes or engine != "kvfast":
+        checkpoints = 0
     state_bytes = shape.state_bytes if engine == "kvfast" else 0
     dtypes = tuple(
         _dtype_plan(name, parts, context, batch, memory, bandwidth, shape.weight_bytes_read, state_bytes, checkpoints)

@@ -1,5 +1,5 @@
-/* Scores of a panel. Its rows are multiplied as bytes. In the exact precision, what their rounding left out is multiplied as well,
-   where it matters. */
+/* Scores of a panel. Its rows are multiplied as bytes. The exact precision also multiplies what their rounding left out, where it
+   matters. */
 
 /* Adds to the scores the rounding errors of the rows, times `inverse`, where they matter; see activations.inc.h. `scale` is
    the largest scale of the tokens. */

@@ -31,7 +31,7 @@ class KVFormat:
         are multiplied (with AVX2 and above); the others become INT8 when they are read. All save memory, and save time only
         where memory bandwidth is the limit.
     rotation : {"", "k", "v", "kv"}
-        The sides (keys, values) that are rotated by a Hadamard transform of their head_dim elements before encoding, so
+        The sides (keys, values) that are rotated by a Hadamard transform with fixed signs before encoding, so
         that there are no outliers (QuaRot, arXiv 2404.00456). Queries are rotated like keys, and outputs are rotated
         back, so the result of attention stays the same.
     codebook : {"uniform", "gaussian"}

@@ -6,7 +6,7 @@ from kvfast.core.limits import MAX_CENTROIDS, MAX_HEAD_DIM, MAX_TOKENS
 from kvfast.errors import CorruptFileError
 from kvfast.files.fields import HEAD_DIM, NULL, NUMBER, STRING, TOKENS, Kind, check_fields, exactly, fields, integer, list_of, text
 
-VERSION = 1
+VERSION = 2
 
 _SIZE = integer(1, MAX_TOKENS)
 _HEADS = list_of(list_of(integer(0, MAX_TOKENS), 1, MAX_TOKENS), 1, MAX_TOKENS)

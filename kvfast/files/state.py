@@ -16,7 +16,7 @@ from kvfast.storage.kinds import storage_of
 from kvfast.storage.sequences.checkpoints import Checkpoint, Checkpoints, StateForms
 from kvfast.storage.settings import SIZED, check_sized, checked_settings
 
-VERSION = 1
+VERSION = 2
 
 
 def json_of(value, **options):

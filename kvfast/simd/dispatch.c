@@ -17,6 +17,13 @@
 
 int kv_prefetch_level = KV_PREFETCH_LEVEL;
 
+#define KV_SIGN(i) __builtin_parity((i) & (i) >> 1) ? -1.0f : 1.0f,
+#define KV_SIGNS_4(i) KV_SIGN(i) KV_SIGN((i) + 1) KV_SIGN((i) + 2) KV_SIGN((i) + 3)
+#define KV_SIGNS_16(i) KV_SIGNS_4(i) KV_SIGNS_4((i) + 4) KV_SIGNS_4((i) + 8) KV_SIGNS_4((i) + 12)
+#define KV_SIGNS_64(i) KV_SIGNS_16(i) KV_SIGNS_16((i) + 16) KV_SIGNS_16((i) + 32) KV_SIGNS_16((i) + 48)
+#define KV_SIGNS_256(i) KV_SIGNS_64(i) KV_SIGNS_64((i) + 64) KV_SIGNS_64((i) + 128) KV_SIGNS_64((i) + 192)
+const float kv_signs[KV_MAX_HEAD_DIM] = {KV_SIGNS_256(0) KV_SIGNS_256(256)};
+
 #define KV_ADDRESS(tier) &kv_kernels_##tier,
 const kv_kernels *const kv_all_kernels[] = {KV_TIERS(KV_ADDRESS) NULL};
 

@@ -231,6 +231,10 @@ typedef struct {
 /* How attention asks for memory. kvfast/core/prefetching.py sets it; no bit of a result depends on it. */
 KV_HIDDEN extern int kv_prefetch_level; /* of the caches that prefetches fill, 1 or 2 */
 
+/* The Golay-Rudin-Shapiro sequence: -1 where an odd number of neighbours among the bits of i are both 1, else 1. Sums of it by rows
+   of Sylvester's matrix are all small (Rudin, Some theorems on Fourier coefficients, 1959). */
+KV_HIDDEN extern const float kv_signs[KV_MAX_HEAD_DIM];
+
 /* What a kernel prefetches while it reads its side of a tile: the sides that will be read next, from
    `lead` bytes into the first of them. */
 typedef struct {
@@ -288,7 +292,8 @@ typedef struct {
     void (*copy_run)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target, int values);
 
     /* Rotates rows: an orthogonal transform that is its own inverse and spreads each element over all. For n = 2^a m with
-       m odd, the Hadamard transform of 2^a (Sylvester) x the Hartley transform of m. `out` may be the rows themselves. */
+       m odd, the Hadamard transform of 2^a (Sylvester) x the Hartley transform of m. Before and after it, elements are multiplied by
+       kv_signs: without them a row of equal elements would become its mean in one element. `out` may be the rows themselves. */
     void (*rotate)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n, float *out,
                    ptrdiff_t out_stride);
     /* Multiplies rows of n floats by a matrix of n rows of n columns, padded to a multiple of KV_LANES. `out` may be the rows

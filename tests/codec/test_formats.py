@@ -303,6 +303,34 @@ def test_rotation_hides_an_outlier(isa, rng):
     assert errors[1] < 0.5 * errors[0]
 
 
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_rotation_spreads_equal_elements(isa, rng, dim):
+    """Without its signs, Hadamard's matrix would turn a mean into one large element: of values of N(3, 1), int4 lost 4 times as much."""
+    _, v = tokens(rng, 256, dim)
+    errors = []
+    for form in ("int4-plain", "k8v4"):
+        cache = kvfast.KVCache(1, HEADS, dim, dtype=form)
+        cache.append(0, v + 3, v + 3)
+        cache.append(0, np.ones_like(v), np.ones_like(v))
+        errors.append(relative_rms(cache.v(0)[: len(v)], v + 3))
+        assert relative_rms(cache.v(0)[len(v) :], np.ones_like(v)) < 0.1
+    assert errors[1] < 1.15 * errors[0]
+
+
+def test_all_tiers_rotate_alike(rng):
+    """Bit for bit, as each adds in the same order: codes and what they decode to."""
+    rows = rng.standard_normal((64, HEADS, 128), np.float32)
+    states = []
+    before = kvfast.active_isa()
+    for isa in kvfast.available_isas():
+        kvfast.use_isa(isa)
+        cache = kvfast.KVCache(1, HEADS, 128, dtype="int8")
+        cache.append(0, rows, rows)
+        states.append(cache.k(0).tobytes())
+    kvfast.use_isa(before)
+    assert len(set(states)) == 1
+
+
 @pytest.mark.parametrize("shape", ["gaussian", "heavy tails", "outlier"])
 @pytest.mark.parametrize("codebook", ["uniform", "gaussian"])
 def test_clip_search_never_costs_precision(isa, rng, codebook, shape):
@@ -416,9 +444,9 @@ class TestRefusals:
         assert np.isfinite(cache.attend(0, np.ones((1, HEADS, 32), np.float32))).all()
 
     def test_beyond_what_rotation_can_hold(self, isa):
-        cache = kvfast.KVCache(1, 1, 64, dtype="int8")
+        cache = kvfast.KVCache(1, 1, 128, dtype="int8")
         for huge, message in ((3e38, "beyond the range of int8"), (5e35, "once it is multiplied by a Hadamard matrix")):
-            rows = np.full((1, 1, 64), huge, np.float32)
+            rows = np.full((1, 1, 128), huge, np.float32)
             with pytest.raises(kvfast.NonFiniteInputError, match=message):
                 cache.append(0, rows, rows)
         assert cache.layer_length(0) == 0

@@ -251,7 +251,7 @@ def filled(x, value):
         ("vq", set_header("method", "codebook_size", 1000), "codebook_size"),
         ("vq", set_header("method", "name", "Hybrid"), "describes no compressed"),
         ("vq", set_header("error", [1]), "describes no compressed"),
-        ("vq", set_header("compressed", 2), "version 2"),
+        ("vq", set_header("compressed", 1), "version 1"),
         ("rank", set_header("parts", 0, "store", "ranks", [1000]), "ranks.0 must be an integer from 1 to 512"),
         ("rank", set_header("parts", 0, "store", "ranks", [49]), "a rank must be between"),
         ("rank", set_header("parts", 0, "store", "ranks", [8]), "must be float16 of shape"),

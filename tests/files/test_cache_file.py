@@ -363,8 +363,8 @@ def test_flips_in_the_blocks(path, rng):
 
 def test_versions(path, mmap):
     _, data = tiny(path)
-    for version in (0, 2, 3, 4, 5, 6, 7, 1 << 40, 10**400):
-        refused(with_fields(data, version=version), path, mmap, kvfast.IncompatibleSnapshotError, "this kvfast reads version 1")
+    for version in (0, 1, 3, 4, 5, 6, 7, 1 << 40, 10**400):
+        refused(with_fields(data, version=version), path, mmap, kvfast.IncompatibleSnapshotError, "this kvfast reads version 2")
         refused(
             with_text(data, json.dumps({"version": version, "whatever": 1})), path, mmap, kvfast.IncompatibleSnapshotError, "version"
         )

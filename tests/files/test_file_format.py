@@ -209,7 +209,7 @@ def test_header(written):
     of_states = {"states", "checkpoints", "max_state_bytes"}
     for header in headers:
         absent = {"salted"} | (set() if "has_states" in header["settings"] else of_states)
-        assert set(header) == set(named("header")) - absent and header["version"] == 1
+        assert set(header) == set(named("header")) - absent and header["version"] == 2
     settings, inside = set().union(*(one["settings"] for one in headers)), Counter()
     for name in ("rope", "config"):
         inside += Counter(set().union(*(one["settings"].get(name) or {} for one in headers)))
@@ -254,7 +254,7 @@ def test_compressed(tmp_path):
             tensors |= arrays
             assert set(metadata) == set(named("metadata"))
     parts = [part for header in headers for part in header["parts"]]
-    assert set().union(*headers) | {"store"} == set(named("compressed header")) and {one["compressed"] for one in headers} == {1}
+    assert set().union(*headers) | {"store"} == set(named("compressed header")) and {one["compressed"] for one in headers} == {2}
     rows = {row.split("`")[1]: row for row in PAGE.splitlines() if row.startswith("| `")}
     for name, fields in {
         "layout": set().union(*(one["layout"] for one in headers)),

@@ -46,13 +46,14 @@ def norms(rows, keepdims=False):
 
 @functools.cache
 def rotation(dim):
-    """The orthogonal, symmetric matrix that rows of a rotated side are turned by: Hadamard's in Hartley's."""
+    """The orthogonal, symmetric matrix that rows of a rotated side are turned by: Hadamard's in Hartley's, between signs."""
     size = dim & -dim
     turn = np.ones((1, 1))
     while len(turn) < size:
         turn = np.block([[turn, turn], [turn, -turn]])
     angles = 2 * np.pi * np.outer(np.arange(dim // size), np.arange(dim // size)) / (dim // size)
-    return np.kron(np.cos(angles) + np.sin(angles), turn) / np.sqrt(dim)
+    signs = np.array([(-1) ** (i & i >> 1).bit_count() for i in range(dim)])
+    return signs[:, None] * np.kron(np.cos(angles) + np.sin(angles), turn) / np.sqrt(dim) * signs
 
 
 def rounded(rows, dtype):

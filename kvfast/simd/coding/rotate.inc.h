@@ -1,92 +1,49 @@
-/* The rotation of rows: Hadamard's matrix within blocks of 2^a elements, Hartley's across the m blocks; and other matrices. */
+/* The rotation of rows: fixed signs, Hadamard's matrix within blocks of 2^a elements, Hartley's across the m blocks, and the signs
+   again; and other matrices. */
 
-/* The first W rows of Sylvester's matrix, of W columns, times `norm`. */
-static inline __attribute__((always_inline)) void KV(signs_of)(float norm, vf signs[W])
+/* out[i] = row[i] x factor x kv_signs[i]. */
+static inline void KV(change_signs)(const float *row, float factor, ptrdiff_t n, float *out)
 {
-    signs[0] = vf_set1(norm); /* row j is the product of the rows of its bits */
-    for (int j = 1; j < W; j++) signs[j] = vf_mul(signs[j & (j - 1)], vf_load(kv_hadamard[__builtin_ctz((unsigned)j)]));
+    ptrdiff_t i = 0;
+    for (; i + W <= n; i += W) vf_store(out + i, vf_mul(vf_mul(vf_load(row + i), vf_set1(factor)), vf_load(kv_signs + i)));
+    for (; i < n; i++) out[i] = row[i] * factor * kv_signs[i];
 }
 
-/* Butterflies of four vectors. */
-static inline __attribute__((always_inline)) void KV(butterfly4)(vf x[4])
+/* Sums and differences of elements `h` apart, in runs of 2 h. */
+static inline void KV(butterflies)(float *row, ptrdiff_t n, ptrdiff_t h)
 {
-    const vf a = vf_add(x[0], x[1]), b = vf_sub(x[0], x[1]), c = vf_add(x[2], x[3]), d = vf_sub(x[2], x[3]);
-    x[0] = vf_add(a, c);
-    x[1] = vf_add(b, d);
-    x[2] = vf_sub(a, c);
-    x[3] = vf_sub(b, d);
-}
-
-/* Transforms each 4 W elements of rows of n, a multiple of 4 W. Four sums at a time hide each other's latency. Where there
-   are registers for eight, two quadruples run side by side, perhaps of two rows. */
-static inline void KV(hadamard4)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n, float norm,
-                                 float *out, ptrdiff_t out_stride)
-{
-    vf signs[W];
-    KV(signs_of)(norm, signs);
-    for (ptrdiff_t left = num_rows * (n / (4 * W)), c = 0; left > 0;) {
-        const float *source[2] = {rows, rows};
-        float *target[2] = {out, out};
-        for (int k = 0; k < (W == 16 ? 2 : 1); k++) { /* a last quadruple without a partner runs twice */
-            source[k] = left > 0 ? rows + c : source[0];
-            target[k] = left > 0 ? out + c : target[0];
-            left--;
-            c += 4 * W;
-            if (c == n) c = 0, rows += stride, out += out_stride;
+    for (ptrdiff_t i = 0; i < n; i += 2 * h) {
+        float *a = row + i, *b = a + h;
+        ptrdiff_t j = 0;
+        for (; j + W <= h; j += W) {
+            const vf x = vf_load(a + j), y = vf_load(b + j);
+            vf_store(a + j, vf_add(x, y));
+            vf_store(b + j, vf_sub(x, y));
         }
-        const float *a = source[0], *b = source[1];
-        vf x[4], y[4];
-        KV_FOR4(v, 4, x[v] = vf_set1(0.0f); y[v] = x[v];);
-        for (int j = 0; j < W; j++) {
-            KV_FOR4(v, 4, x[v] = vf_fma(vf_set1(a[v * W + j]), signs[j], x[v]););
-            if (W == 16) KV_FOR4(v, 4, y[v] = vf_fma(vf_set1(b[v * W + j]), signs[j], y[v]););
+        for (; j < h; j++) {
+            const float x = a[j], y = b[j];
+            a[j] = x + y;
+            b[j] = x - y;
         }
-        KV(butterfly4)(x);
-        KV_FOR4(v, 4, vf_store(target[0] + v * W, x[v]););
-        if (W != 16) continue;
-        KV(butterfly4)(y);
-        KV_FOR4(v, 4, vf_store(target[1] + v * W, y[v]););
     }
 }
 
-/* Multiplies each run of `size` = 2^a elements of a row by Sylvester's matrix times 1 / sqrt(size). If size is at least 4 W,
-   hadamard4 has transformed each 4 W elements already. The first W x W of the matrix works inside the vectors, by sums of its
-   rows; the rest is butterflies between whole vectors. */
+/* Multiplies each run of `size` = 2^a elements of a row by Sylvester's matrix. All tiers add in the same order. */
 static inline void KV(hadamard)(float *row, ptrdiff_t n, ptrdiff_t size)
 {
-    const float norm = 1.0f / __builtin_sqrtf((float)size);
     ptrdiff_t h = size < W ? 1 : size < 4 * W ? W : 4 * W;
-    if (size < W) {
-        for (ptrdiff_t i = 0; i < n; i++) row[i] *= norm;
-    } else if (size < 4 * W) {
-        vf signs[W];
-        KV(signs_of)(norm, signs);
+    if (h == 4 * W) { /* four vectors at a time hide each other's latency */
         for (ptrdiff_t i = 0; i < n; i += 4 * W) {
-            const ptrdiff_t vectors = (n - i) / W;
-            vf sum[4];
-            KV_FOR4(v, 4, sum[v] = vf_set1(0.0f););
-            for (int j = 0; j < W; j++) {
-                const float *x = row + i + j;
-                KV_FOR4(v, vectors, sum[v] = vf_fma(vf_set1(x[v * W]), signs[j], sum[v]););
-            }
-            KV_FOR4(v, vectors, vf_store(row + i + v * W, sum[v]););
+            vf x[4], y[4];
+            KV_FOR4(v, 4, x[v] = KV(vf_hadamard)(vf_load(row + i + v * W)););
+            y[0] = vf_add(x[0], x[1]), y[1] = vf_sub(x[0], x[1]), y[2] = vf_add(x[2], x[3]), y[3] = vf_sub(x[2], x[3]);
+            x[0] = vf_add(y[0], y[2]), x[1] = vf_add(y[1], y[3]), x[2] = vf_sub(y[0], y[2]), x[3] = vf_sub(y[1], y[3]);
+            KV_FOR4(v, 4, vf_store(row + i + v * W, x[v]););
         }
+    } else if (h == W) {
+        for (ptrdiff_t i = 0; i < n; i += W) vf_store(row + i, KV(vf_hadamard)(vf_load(row + i)));
     }
-    for (; h < size; h *= 2)
-        for (ptrdiff_t i = 0; i < n; i += 2 * h) {
-            float *a = row + i, *b = a + h;
-            ptrdiff_t j = 0;
-            for (; j + W <= h; j += W) {
-                const vf x = vf_load(a + j), y = vf_load(b + j);
-                vf_store(a + j, vf_add(x, y));
-                vf_store(b + j, vf_sub(x, y));
-            }
-            for (; j < h; j++) {
-                const float x = a[j], y = b[j];
-                a[j] = x + y;
-                b[j] = x - y;
-            }
-        }
+    for (; h < size; h *= 2) KV(butterflies)(row, n, h);
 }
 
 /* Element h of block i becomes the sum over the blocks j of cas[i j mod m] times element h of block j. */
@@ -119,11 +76,11 @@ static void KV(rotate)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, 
         const double angle = 6.283185307179586 * (double)k / (double)m;
         cas[k] = (float)((cos(angle) + sin(angle)) / __builtin_sqrt((double)m));
     }
-    if (size >= 4 * W) KV(hadamard4)(rows, stride, num_rows, n, 1.0f / __builtin_sqrtf((float)size), out, out_stride);
     for (; num_rows > 0; num_rows--, rows += stride, out += out_stride) {
-        if (size < 4 * W && rows != out) memcpy(out, rows, (size_t)n * sizeof(float));
+        KV(change_signs)(rows, 1.0f / __builtin_sqrtf((float)size), n, out);
         KV(hadamard)(out, n, size);
         if (m > 1) KV(hartley)(out, m, size, cas);
+        KV(change_signs)(out, 1.0f, n, out);
     }
 }
 

@@ -91,6 +91,13 @@ static inline int32_t KV(vi_hmax)(vi x)
 #define vi_hsum KV(vi_hsum)
 #define vi_hmax KV(vi_hmax)
 
+static inline vf KV(vf_hadamard)(vf x)
+{
+    x = vf_fma(x, vf_load(kv_hadamard[0]), _mm256_permute_ps(x, 0xB1));
+    x = vf_fma(x, vf_load(kv_hadamard[1]), _mm256_permute_ps(x, 0x4E));
+    return vf_fma(x, vf_load(kv_hadamard[2]), _mm256_permute2f128_ps(x, x, 1));
+}
+
 static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 {
     vf abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));

@@ -63,6 +63,14 @@
 #define vi_store_uint8(p, x) vi_store_int8(p, x)
 #define vi_load_int8(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 
+static inline vf KV(vf_hadamard)(vf x)
+{
+    x = vf_fma(x, vf_load(kv_hadamard[0]), _mm512_permute_ps(x, 0xB1));
+    x = vf_fma(x, vf_load(kv_hadamard[1]), _mm512_permute_ps(x, 0x4E));
+    x = vf_fma(x, vf_load(kv_hadamard[2]), _mm512_shuffle_f32x4(x, x, 0xB1));
+    return vf_fma(x, vf_load(kv_hadamard[3]), _mm512_shuffle_f32x4(x, x, 0x4E));
+}
+
 static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 {
     vf ab = vf_add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));

@@ -75,6 +75,12 @@ static inline void KV(vi_store_uint8)(uint8_t *p, vi x)
 #define vi_store_uint8 KV(vi_store_uint8)
 #define vi_load_int8(p) vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(kv_load32(p))))))
 
+static inline vf KV(vf_hadamard)(vf x)
+{
+    x = vf_fma(x, vf_load(kv_hadamard[0]), vrev64q_f32(x));
+    return vf_fma(x, vf_load(kv_hadamard[1]), vextq_f32(x, x, 2));
+}
+
 static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 {
     vf_store(sums, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));

@@ -13,6 +13,8 @@
                             vi_exponent(n) is 2^n, vf_lookup8(table, index) the elements of an array of 8
                             floats, vi_count_above(n, a, b) is n + 1 where a > b and n elsewhere,
                             vf_mix_low and vf_mix_high are the first and last W of a[0], b[0], a[1], b[1], ...
+     vf_hadamard            the lanes of a register times Sylvester's matrix: sums and differences of lanes
+                            1, 2, 4 and 8 apart, by products with 1 and -1, which are exact
      vf_sum4                the four sums across the lanes of four registers
      vcodes, vcodes_*       W x 4 bytes of codes; those of INT8, the low nibbles of INT4, and the levels of
                             GAUSS4 that they stand for, as bytes, INT8 and levels + INT8_ZERO; vcodes_shift
@@ -76,6 +78,7 @@
 #define vi_store_uint8(p, x) (*(uint8_t *)(p) = (uint8_t)(x))
 #define vi_load_int8(p) ((int32_t)*(const int8_t *)(p))
 
+static inline vf KV(vf_hadamard)(vf x) { return x; }
 static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 {
     sums[0] = a, sums[1] = b, sums[2] = c, sums[3] = d;

@@ -114,6 +114,12 @@ static inline int32_t KV(vi_hmax)(vi x)
 #define vi_hsum KV(vi_hsum)
 #define vi_hmax KV(vi_hmax)
 
+static inline vf KV(vf_hadamard)(vf x)
+{
+    x = vf_fma(x, vf_load(kv_hadamard[0]), _mm_shuffle_ps(x, x, 0xB1));
+    return vf_fma(x, vf_load(kv_hadamard[1]), _mm_shuffle_ps(x, x, 0x4E));
+}
+
 static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 {
     vf ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));

@@ -59,19 +59,23 @@ typedef struct {
     KV(lane_sums) sums[4];
 } KV(panel_room);
 
-static void KV(fold_panel)(const kv_operands *operands, const kv_panel *panel, int block, KV(folded_panel) *folded)
+/* A function of its own: inside of its caller it would lack registers. */
+static __attribute__((noinline)) void KV(fold_panel)(const kv_operands *operands, const kv_panel *panel, int block,
+                                                     KV(folded_panel) *folded)
 {
     KV_ALIGNED float sums[KV_ROWS * W], most[KV_ROWS * W];
     const float *means = operands->means + block * KV_MAX_HEAD_DIM, *scales = operands->channels + block * KV_MAX_HEAD_DIM;
-    const int n = operands->dim;
+    const ptrdiff_t n = operands->dim;
+    const int has_channels = operands->has_channels;
     for (int r = 0; r < KV_ROWS; r++) {
         const float *row = panel->queries + r * n;
         float *product = folded->rows + r * n;
         vf sum = vf_set1(0.0f), largest = sum;
-        for (int c = 0; c < n; c += W) {
+#pragma GCC unroll 4
+        for (ptrdiff_t c = 0; c < n; c += W) {
             const vf x = vf_load(row + c);
             sum = vf_fma(x, vf_load(means + c), sum);
-            if (!operands->has_channels) continue;
+            if (!has_channels) continue;
             const vf scaled = vf_mul(x, vf_load(scales + c));
             largest = vf_max(largest, vf_abs(scaled));
             vf_store(product + c, scaled);
@@ -80,12 +84,12 @@ static void KV(fold_panel)(const kv_operands *operands, const kv_panel *panel, i
         vf_store(most + r * W, largest);
     }
     vf_store(folded->shift, KV(reduce_rows)(sums, 0));
-    if (!operands->has_channels) return;
+    if (!has_channels) return;
     const vf top = KV(reduce_rows)(most, 1);
     vf_store(folded->unit, vf_mul(top, vf_set1(1.0f / KV_MAX_ACTIVATION)));
     vf_store(folded->inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_ACTIVATION), top), top, 0x1p-100f));
     for (int r = 0; r < KV_ROWS; r++)
-        KV(cut_query)(folded->rows + r * n, n, vf_set1(folded->inverse[r]), r, folded->parts);
+        KV(cut_query)(folded->rows + r * n, (int)n, vf_set1(folded->inverse[r]), r, folded->parts);
 }
 
 /* Scores of the tokens begin to end, whose keys are codes. */

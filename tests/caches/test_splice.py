@@ -474,7 +474,7 @@ def test_prompt_caches_refuse_a_spliced_cache(tmp_path):
     sequence.free()
     assert pool.num_free_blocks == pool.num_blocks
     found = pool.match_prefix(np.arange(600))
-    assert np.array_equal(found.k(0), k[: len(found)])
+    np.testing.assert_allclose(found.k(0), k[: len(found)], rtol=0.02)
 
 
 def test_a_prefix_is_not_found_in_what_was_dropped():

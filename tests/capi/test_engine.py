@@ -50,7 +50,7 @@ def test_a_tiny_model(engine, tiny_model, dtype):
 
 
 def test_texts_that_end_leave_the_batch(engine, tiny_model):
-    (model, _), rng = tiny_model, np.random.default_rng(6)
+    (model, _), rng = tiny_model, np.random.default_rng(7)  # with which no two tokens are nearly as likely
     shared = rng.integers(0, 256, 20)
     prompts = [[*shared, token] for token in range(5)]
     end = generated(model, prompts, 20, "int8", 30)[2][7]

@@ -324,7 +324,7 @@ def test_eval_table(model, text):
     assert float(rows[0][1]) > 1
     for row in rows[1:]:
         assert float(row[1]) - float(rows[0][1]) == pytest.approx(float(row[2]), abs=2e-5)
-    assert 0 < float(rows[1][3]) < float(rows[2][3]) < float(rows[3][3])  # KL
+    assert 0 < float(rows[1][3]) < min(float(rows[2][3]), float(rows[3][3]))  # KL
     assert "199/199" in err  # the progress bar
 
 

@@ -231,9 +231,9 @@ def test_scales_that_lead_beyond_float32(scale):
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_rows_beyond_the_range_once_they_are_rotated(dtype, side):
-    """A constant row has one large element then."""
-    cache, large = kvfast.KVCache(1, 2, 64, dtype=dtype), {"int4": 8200, "int8": 1e35}[dtype]
-    rows = {name: np.ones((3, 2, 64), np.float32) for name in "kv"}
+    """A constant row of 128 elements has elements then that are larger by the root of 2."""
+    cache, large = kvfast.KVCache(1, 2, 128, dtype=dtype), {"int4": 60000, "int8": 5e35}[dtype]
+    rows = {name: np.ones((3, 2, 128), np.float32) for name in "kv"}
     rows[side][2, 1] = large
     if (dtype, side) == ("int4", "k"):
         rows[side][2, 1] = 65600  # these keys have no rotation

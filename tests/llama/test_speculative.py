@@ -297,7 +297,9 @@ def test_trees_give_the_text_of_plain_generation(tiny_model, kind, sampling, bra
         drafter.is_lenient = branch > 0 and kind != "float32"
         options = {"max_tokens": 60, "sampler": llama.Sampler(**sampling), "drafter": drafter, "stats": stats}
         text = generated(model, cache, prompt, **options)
-        assert stats.num_steps + stats.num_accepted == 59 and len(cache) == len(plain) and stats.num_accepted > 15
+        assert stats.num_steps + stats.num_accepted == 59 and len(cache) == len(plain)
+        # A text that has left what the drafter knows, as other roundings may draw another token, has drafts accepted by chance.
+        assert stats.num_accepted > (0 if drafter.is_lenient else 15)
         assert cache.context_lens.tolist() == [len(plain)] * cache.num_layers
         assert drafter.is_lenient or text == expected
         if branch == 0:

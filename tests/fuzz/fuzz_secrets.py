@@ -149,10 +149,11 @@ def count(needles):
             first, last = (int(one, 16) for one in place.split("-"))
             if not rights.startswith("rw") or rest[3:] and rest[3].startswith("[v"):
                 continue
-            for at in range(first, last, PIECE - longest):
-                end = min(at + PIECE, last)
-                if at < places[0] + PIECE and places[0] < end:
-                    continue
+            # All but the buffer, which holds what was read.
+            pieces = [(at, min(last, places[0])) for at in range(first, min(last, places[0]), PIECE - longest)]
+            pieces += [(at, last) for at in range(max(first, places[0] + PIECE), last, PIECE - longest)]
+            for at, end in pieces:
+                end = min(at + PIECE, end)
                 pages.seek(at // PAGE * 8)
                 if not (np.frombuffer(pages.read(((end - at) // PAGE + 2) * 8), np.uint64) >> np.uint64(62)).any():
                     continue  # neither in memory nor swapped out

@@ -36,14 +36,15 @@ def test_beams_and_chunks():
     beams = {"num_beams": 3}
     assert static(model, ids, mask, **beams).tolist() == stock(model, ids, mask, **beams).tolist()
     model.set_attn_implementation("kvfast_static")
-    cache = KVFastStaticCache(model.config, 80, "int8")
-    with torch.no_grad():
-        whole = logits(model, ids, "kvfast_static", KVFastStaticCache(model.config, 80, "int8"), mask)
-        parts = [
-            model(ids[:, part], attention_mask=mask[:, : part.stop], **{cache_argument(): cache}).logits
-            for part in (slice(0, 12), slice(12, 29), slice(29, 30))
-        ]
-    assert torch.allclose(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], atol=1e-4)
+    for dtype, atol in (("float32", 1e-4), ("int8", 0.02)):  # PyTorch may round a single token otherwise, and a code is then a step away
+        cache = KVFastStaticCache(model.config, 80, dtype)
+        with torch.no_grad():
+            whole = logits(model, ids, "kvfast_static", KVFastStaticCache(model.config, 80, dtype), mask)
+            parts = [
+                model(ids[:, part], attention_mask=mask[:, : part.stop], **{cache_argument(): cache}).logits
+                for part in (slice(0, 12), slice(12, 29), slice(29, 30))
+            ]
+        assert torch.allclose(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], atol=atol)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "k8v4", "bfloat16"])

@@ -36,7 +36,8 @@ def test_beams_and_chunks():
     beams = {"num_beams": 3}
     assert static(model, ids, mask, **beams).tolist() == stock(model, ids, mask, **beams).tolist()
     model.set_attn_implementation("kvfast_static")
-    for dtype, atol in (("float32", 1e-4), ("int8", 0.02)):  # PyTorch may round a single token otherwise, and a code is then a step away
+    # PyTorch may round a single token otherwise, and a code of int8 is then a step away.
+    for dtype, atol in (("float32", 1e-4), ("int8", 0.02)):
         cache = KVFastStaticCache(model.config, 80, dtype)
         with torch.no_grad():
             whole = logits(model, ids, "kvfast_static", KVFastStaticCache(model.config, 80, dtype), mask)

@@ -63,7 +63,7 @@ def test_prefixes_that_end_within_a_block(folder_of):
     def use(llm):
         size = block_size_of(llm)
         found = [answer(llm, ids) for ids in (first, first, *(first[:600] + tail for tail in tails))]
-        last = 700 // size * size  # of the first prompt vLLM keeps the state after its last whole block; how long blocks are, the CPU decides
+        last = 700 // size * size  # where the last whole block of the first prompt ends, of which vLLM keeps the state
         assert [one[2] for one in found] == [0, 640, last if last <= 600 else 0, 600 // size * size, 600 // size * size]
         assert found[0][1] == pytest.approx(found[1][1], abs=0.1)
         assert llm.reset_prefix_cache()

@@ -137,15 +137,15 @@ class TestPrecision:
             assert error[True] < 0.7 * error[False]
 
     def test_outputs_stay_close(self):
-        """32 heads, 512 tokens of 128: mean cosine similarity of outputs with those of exact attention."""
-        rng = np.random.default_rng(0)
-        q = rng.standard_normal((32, 128)).astype(np.float32)
-        for bits, least in ((3, 0.968), (4, 0.992), ((5, 4), 0.9945), (5, 0.9978), (8, 0.9999)):
-            cache, k, v = filled(np.random.default_rng(1), 32, 512, 128, bits)
-            exact = attention(q[None], k, v)[0][0]
-            out = cache.attend(q)
-            cosines = (out * exact).sum(1) / np.linalg.norm(out, axis=1) / np.linalg.norm(exact, axis=1)
-            assert cosines.mean() > least
+        """32 heads, 512 tokens of 128: mean cosine similarity of outputs with those of exact attention, of 8 draws."""
+        for bits, least in ((3, 0.968), (4, 0.992), ((5, 4), 0.9948), (5, 0.9978), (8, 0.9999)):
+            cosines = []
+            for seed in range(8):
+                q = np.random.default_rng(100 + seed).standard_normal((32, 128)).astype(np.float32)
+                cache, k, v = filled(np.random.default_rng(seed), 32, 512, 128, bits)
+                exact, out = attention(q[None], k, v)[0][0], cache.attend(q)
+                cosines.append((out * exact).sum(1) / np.linalg.norm(out, axis=1) / np.linalg.norm(exact, axis=1))
+            assert np.mean(cosines) > least
 
     def test_seeds(self, rng):
         k, v, q = rng.standard_normal((3, 2, 48)).astype(np.float32)

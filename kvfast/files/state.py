@@ -88,7 +88,7 @@ def arrays_of(storage):
     found = named(block_bytes.arrays(storage))
     arrays = {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in found}
     held = () if storage.checkpoints is None else storage.checkpoints.held.values()
-    return arrays | dict(zip(_state_names(len(held)), (one.data.reshape(1, -1) for one in held)))
+    return arrays | dict(zip(_state_names(len(held)), [one.data.reshape(1, -1) for one in held]))
 
 
 def _state_names(count):

@@ -48,7 +48,7 @@ fi
 # Cython's C files are the same for all processors: those of a build of this machine will do, and others are written here,
 # as the emulated setup.py has no Cython.
 mkdir -p "$work/$mode"
-{ git ls-files -z && find kvfast -name '*.c' ! -path '*/simd/*' -print0; } |
+{ git ls-files -z && find kvfast -name '*.c' ! -path '*/simd/*' -print0; } | sort --zero-terminated --unique |
     xargs -0 cp --parents --update --preserve=timestamps -t "$work/$mode"
 cat >"$work/cc" <<'END'
 #!/usr/bin/env bash

@@ -5,14 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+from selection import needs_sources
 
+pytestmark = needs_sources
 SCRIPT = Path(__file__).parents[2] / "docs" / "rooms.py"
 
 
 @pytest.fixture
 def rooms():
-    if not SCRIPT.exists():
-        pytest.skip("the sources are not here")
     spec = importlib.util.spec_from_file_location("rooms", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

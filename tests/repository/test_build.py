@@ -16,7 +16,7 @@ import types
 from pathlib import Path
 
 import pytest
-from selection import exhaustive
+from selection import exhaustive, needs_sources
 
 import kvfast
 
@@ -70,6 +70,7 @@ def compiler(tmp_path):
     return {"with": script("with", "exit 0"), "without": script("without", 'case "$*" in *-fopenmp*) exit 1;; esac')}
 
 
+@needs_sources
 @pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")
 def test_openmp_where_it_is_found(compiler):
     """One module has all parallel loops: every other one calls its `for_each`."""
@@ -95,12 +96,11 @@ def test_flags_of_ones_own_come_last():
     assert all(compiled[-1] != "-O1" and linked == [] for compiled, linked in flags(KVFAST_OPENMP="0")[0].values())
 
 
+@needs_sources
 @needs_compiler
 def test_modules_with_parallel_regions_are_listed():
     """One that is not would run serially, and nothing would say so."""
     sources = sorted((ROOT / "kvfast").rglob("*.pyx"))
-    if not sources:
-        pytest.skip("the sources are not here")
     uses = {
         ".".join(path.relative_to(ROOT / "kvfast").with_suffix("").parts)
         for path in sources
@@ -361,11 +361,10 @@ def test_scripts_name_tests_that_exist():
         assert not name or re.search(rf"def {name}\b", found[0].read_text()), f"{path}::{name}"
 
 
+@needs_sources
 def test_a_wheel_holds_every_header_and_kernel():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
     package = ROOT / "kvfast"
     own = {*package.rglob("*.h"), *package.glob("simd/**/*.c")}
-    if not own:
-        pytest.skip("the sources of the package are not here")
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["kvfast"]
     assert not own - {path for pattern in patterns for path in package.glob(pattern)}

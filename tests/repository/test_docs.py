@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from selection import needs_sources
 
 import kvfast
 from kvfast import cli
@@ -251,6 +252,7 @@ def test_figures_of_the_readme_are_those_of_the_json(docs_script):
     assert f"`int4`, takes {float16 / int4:.1f} times fewer bytes than float16 (Llama-3-8B)" in text
 
 
+@needs_sources
 def test_pictures_are_those_of_the_json(docs_script):
     matplotlib = pytest.importorskip("matplotlib")
     pictures = docs_script("pictures")

@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from selection import needs_sources
 
+pytestmark = needs_sources
 ROOT = Path(__file__).parents[2]
 WHEEL = "#!/bin/bash\nset -e\ngrep -q '1.2.0' pyproject.toml\nmkdir -p dist\necho built > dist/kvfast-1.2.0.whl\n"
 

@@ -5,6 +5,7 @@ where a node id names them (``pytest tests/file.py::test_name``).
 """
 
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,8 @@ from hypothesis import settings
 import kvfast
 
 exhaustive = pytest.mark.exhaustive
+# Where the tests of an sdist run against an installed wheel, they are away.
+needs_sources = pytest.mark.skipif(not (Path(__file__).parents[2] / "kvfast").is_dir(), reason="needs the sources of kvfast")
 # Tiers of this machine. All but the best, AVX2 and plain C are exhaustive.
 TIERS = [
     pytest.param(tier, marks=() if tier in (kvfast.available_isas()[0], "avx2", "scalar") else exhaustive)

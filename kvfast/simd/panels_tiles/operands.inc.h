@@ -98,17 +98,42 @@ static inline void KV(put_lines)(const char *codes, int lines, int dtype, int8_t
     else for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_GAUSS4, out);
 }
 
+#if KV_FAST
+/* Multiplies codes of keys by their channels' scales, and rounds them to bytes again, in units of KV_FACTOR + 1 parts of these: the
+   loudest channel keeps its 8 bits. So no panel multiplies its queries by the scales of each block. */
+static inline void KV(scale_codes)(const uint16_t *channels, int n, int8_t *codes)
+{
+    const vi fraction = _mm512_set1_epi16(2 * KV_FACTOR);
+    for (int c = 0; c < n; c += 4, codes += 64) {
+        const vi line = _mm512_load_si512(codes); /* bytes of 4 channels; the first and the third are low bytes of words */
+        const uint64_t stored = (uint64_t)kv_load64(channels + c) << 1;
+        const vi even = vi_set1((int)((stored & 0xFFFF) | (stored >> 16 & 0xFFFF0000)));
+        const vi odd = vi_set1((int)((stored >> 16 & 0xFFFF) | (stored >> 32 & 0xFFFF0000)));
+        const vi low = _mm512_mulhrs_epi16(_mm512_srai_epi16(_mm512_slli_epi16(line, 8), 8), vi_and(even, fraction));
+        const vi high = _mm512_mulhrs_epi16(_mm512_srai_epi16(line, 8), vi_and(odd, fraction));
+        _mm512_store_si512(codes, _mm512_mask_blend_epi8(0xAAAAAAAAAAAAAAAA, low, _mm512_slli_epi16(high, 8)));
+    }
+}
+#endif
+
 /* Loads keys of 16 tokens that are stored as codes: (padded_dim / 64, 16 lines, 64). */
 static inline void KV(load_key_lane)(const kv_side *side, const char *block, int slot, int8_t *out, float *scales)
 {
     const int lines = side->padded_dim / KV_DEPTHS(side->dtype);
     const char *codes = block + slot / KV_LANES * (ptrdiff_t)lines * 64;
     if (side->channels) { /* INT4: prompts on INT3 are multiplied by vectors */
+        const uint16_t *channels = (const uint16_t *)(block + side->channels);
         kv_key_order order;
-        KV(read_key_order)((const uint16_t *)(block + side->channels), side->padded_dim, &order);
+        KV(read_key_order)(channels, side->padded_dim, &order);
         KV(widen_keys)(codes, side->padded_dim / KV_UNIT, &order, KV_INT4, KV_KEY_BIAS(KV_INT4), codes, out);
-    } else KV(put_lines)(codes, lines, side->dtype, out);
-    vf_store(scales, side->channels ? vf_set1(1.0f) : KV(load_scales)(block + side->scales, slot, side->dtype));
+#if KV_FAST
+        KV(scale_codes)(channels, side->padded_dim, out);
+#endif
+        vf_store(scales, vf_set1(KV_FAST ? KV(unit_of)(channels) * (KV_FACTOR + 1) : 1.0f));
+    } else {
+        KV(put_lines)(codes, lines, side->dtype, out);
+        vf_store(scales, KV(load_scales)(block + side->scales, slot, side->dtype));
+    }
 }
 
 /* Loads values of 64 tokens that are stored as floats, as token rows of bytes: 4 are interleaved in each line. */

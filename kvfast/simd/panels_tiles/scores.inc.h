@@ -63,29 +63,29 @@ typedef struct {
 static __attribute__((noinline)) void KV(fold_panel)(const kv_operands *operands, const kv_panel *panel, int block,
                                                      KV(folded_panel) *folded)
 {
-    KV_ALIGNED float sums[KV_ROWS * W], most[KV_ROWS * W];
+    KV_ALIGNED float lanes[KV_ROWS * W];
     const float *means = operands->means + block * KV_MAX_HEAD_DIM, *scales = operands->channels + block * KV_MAX_HEAD_DIM;
+    const float *row = panel->queries;
     const ptrdiff_t n = operands->dim;
-    const int has_channels = operands->has_channels;
-    for (int r = 0; r < KV_ROWS; r++) {
-        const float *row = panel->queries + r * n;
-        float *product = folded->rows + r * n;
-        vf sum = vf_set1(0.0f), largest = sum;
-#pragma GCC unroll 4
-        for (ptrdiff_t c = 0; c < n; c += W) {
-            const vf x = vf_load(row + c);
-            sum = vf_fma(x, vf_load(means + c), sum);
-            if (!has_channels) continue;
-            const vf scaled = vf_mul(x, vf_load(scales + c));
-            largest = vf_max(largest, vf_abs(scaled));
-            vf_store(product + c, scaled);
-        }
-        vf_store(sums + r * W, sum);
-        vf_store(most + r * W, largest);
+    for (int r = 0; r < KV_ROWS; r += 4, row += 4 * n) {
+        vf sum[4];
+        KV_FOR4(i, 4, sum[i] = vf_set1(0.0f););
+        for (ptrdiff_t c = 0; c < n; c += W) KV_FOR4(i, 4, sum[i] = vf_fma(vf_load(row + i * n + c), vf_load(means + c), sum[i]););
+        KV_FOR4(i, 4, vf_store(lanes + (r + i) * W, sum[i]););
     }
-    vf_store(folded->shift, KV(reduce_rows)(sums, 0));
-    if (!has_channels) return;
-    const vf top = KV(reduce_rows)(most, 1);
+    vf_store(folded->shift, KV(reduce_rows)(lanes, 0));
+    if (!operands->has_channels) return;
+    row = panel->queries;
+    for (int r = 0; r < KV_ROWS; r++, row += n) {
+        vf largest = vf_set1(0.0f);
+        for (ptrdiff_t c = 0; c < n; c += W) {
+            const vf scaled = vf_mul(vf_load(row + c), vf_load(scales + c));
+            largest = vf_max(largest, vf_abs(scaled));
+            vf_store(folded->rows + r * n + c, scaled);
+        }
+        vf_store(lanes + r * W, largest);
+    }
+    const vf top = KV(reduce_rows)(lanes, 1);
     vf_store(folded->unit, vf_mul(top, vf_set1(1.0f / KV_MAX_ACTIVATION)));
     vf_store(folded->inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_ACTIVATION), top), top, 0x1p-100f));
     for (int r = 0; r < KV_ROWS; r++)

@@ -36,16 +36,16 @@ static inline __attribute__((always_inline)) vf KV(find_maxima)(const kv_operand
         float *row = scores + r * KV_MATRIX_TILE;
         for (int d = 0; d < operands->value_dim; d += 16) __builtin_prefetch(panel->acc + r * operands->value_dim + d, 1, 3);
         KV(bend_row)(panel, r, position, begin, end, row);
-        vf a = none, b = none;
+        vf a = none, b = none, far[2] = {none, none};
         for (int t = begin; t < end; t += 4 * W) {
-            a = vf_max(a, vf_max(vf_load(row + t), vf_load(row + t + W)));
-            b = vf_max(b, vf_max(vf_load(row + t + 2 * W), vf_load(row + t + 3 * W)));
+            vf score[4];
+            KV_FOR4(i, 4, score[i] = vf_load(row + t + i * W););
+            a = vf_max(a, vf_max(score[0], score[1]));
+            b = vf_max(b, vf_max(score[2], score[3]));
+            if (!KV_FAST) continue;
+            KV_FOR4(i, 4, far[i % 2] = vf_max(far[i % 2], vf_fma(score[i], log2e, vf_load(operands->value_logs + t + i * W))););
         }
         vf_store(most[0] + r * W, vf_max(a, b));
-        vf far[2] = {none, none};
-        for (int t = begin; KV_FAST && t < end; t += 2 * W)
-            for (int i = 0; i < 2; i++)
-                far[i] = vf_max(far[i], vf_fma(vf_load(row + t + i * W), log2e, vf_load(operands->value_logs + t + i * W)));
         if (KV_FAST) vf_store(most[1] + r * W, vf_max(far[0], far[1]));
     }
     *here = KV(reduce_rows)(most[0], 1);

@@ -368,3 +368,11 @@ def test_a_wheel_holds_every_header_and_kernel():
     own = {*package.rglob("*.h"), *package.glob("simd/**/*.c")}
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["kvfast"]
     assert not own - {path for pattern in patterns for path in package.glob(pattern)}
+
+
+@needs_sources
+def test_software_has_every_instruction_of_avx512():
+    """ci/software_tiers.sh puts its functions in their place, and compiles with them only on machines without AVX-512."""
+    software = (ROOT / "tests" / "support" / "software_avx512.h").read_text()
+    used = {name for path in (ROOT / "kvfast" / "simd").rglob("*.[ch]") for name in re.findall(r"_mm512_(\w+)", path.read_text())}
+    assert [name for name in sorted(used) if not re.search(rf"\b(software_)?{name}\b", software)] == []

@@ -60,7 +60,7 @@ INTEGERS_2(add_epi32) INTEGERS_2(sub_epi32) INTEGERS_2(mullo_epi32) INTEGERS_2(m
 INTEGERS_2(madd_epi16) INTEGERS_2(maddubs_epi16) INTEGERS_2(packs_epi32) INTEGERS_2(packs_epi16) INTEGERS_2(packus_epi16) INTEGERS_2(sub_epi8)
 INTEGERS_2(shuffle_epi8) INTEGERS_2(unpacklo_epi8) INTEGERS_2(unpackhi_epi8) INTEGERS_2(unpacklo_epi16) INTEGERS_2(unpackhi_epi16)
 INTEGERS_2(unpacklo_epi32) INTEGERS_2(unpackhi_epi32) INTEGERS_2(unpacklo_epi64) INTEGERS_2(unpackhi_epi64) INTEGERS_2(sllv_epi32)
-INTEGERS_2(srlv_epi32) INTEGERS_2(srlv_epi64)
+INTEGERS_2(srlv_epi32) INTEGERS_2(srlv_epi64) INTEGERS_2(mulhrs_epi16)
 HALVES_2(__m512i, i, half, and_si512, _mm256_and_si256)
 HALVES_2(__m512i, i, half, or_si512, _mm256_or_si256)
 HALVES_2(__m512i, i, half, xor_si512, _mm256_xor_si256)
@@ -74,7 +74,7 @@ HALVES_1(__m512, f, half_f, sqrt_ps, _mm256_sqrt_ps)
         return ((software_vector){.half = {shift(BITS(a).half[0], count), shift(BITS(a).half[1], count)}}).i;           \
     }
 SHIFT(slli_epi32, _mm256_sll_epi32) SHIFT(srli_epi32, _mm256_srl_epi32) SHIFT(srai_epi32, _mm256_sra_epi32)
-SHIFT(srli_epi16, _mm256_srl_epi16) SHIFT(srai_epi16, _mm256_sra_epi16)
+SHIFT(slli_epi16, _mm256_sll_epi16) SHIFT(srli_epi16, _mm256_srl_epi16) SHIFT(srai_epi16, _mm256_sra_epi16)
 
 SOFTWARE __m512 software_fmadd_ps(__m512 a, __m512 b, __m512 c)
 {
@@ -144,6 +144,7 @@ LANES(shufflehi_epi16, __m512i, i, 32, (__m512i a, int order), (x = BITS(a)),
       r.w[i] = i % 8 < 4 ? x.w[i] : x.w[i / 8 * 8 + 4 + (order >> i % 4 * 2 & 3)])
 LANES(permutexvar_epi8, __m512i, i, 64, (__m512i index, __m512i a), (n = BITS(index), x = BITS(a)), r.b[i] = x.b[n.ub[i] % 64])
 LANES(permutexvar_epi32, __m512i, i, 16, (__m512i index, __m512i a), (n = BITS(index), x = BITS(a)), r.d[i] = x.d[n.u[i] % 16])
+LANES(permute_ps, __m512, f, 16, (__m512 a, int order), (x = FLOATS(a)), r.x[i] = x.x[i / 4 * 4 + (order >> i % 4 * 2 & 3)])
 LANES(permutexvar_ps, __m512, f, 16, (__m512i index, __m512 a), (n = BITS(index), x = FLOATS(a)), r.x[i] = x.x[n.u[i] % 16])
 LANES(permutex2var_ps, __m512, f, 16, (__m512 a, __m512i index, __m512 b), (x = FLOATS(a), n = BITS(index), y = FLOATS(b)),
       r.x[i] = (n.u[i] & 16 ? y : x).x[n.u[i] % 16])

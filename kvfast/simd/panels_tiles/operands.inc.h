@@ -111,7 +111,7 @@ static inline void KV(scale_codes)(const uint16_t *channels, int n, int8_t *code
         const vi odd = vi_set1((int)((stored >> 16 & 0xFFFF) | (stored >> 32 & 0xFFFF0000)));
         const vi low = _mm512_mulhrs_epi16(_mm512_srai_epi16(_mm512_slli_epi16(line, 8), 8), vi_and(even, fraction));
         const vi high = _mm512_mulhrs_epi16(_mm512_srai_epi16(line, 8), vi_and(odd, fraction));
-        _mm512_store_si512(codes, _mm512_mask_blend_epi8(0xAAAAAAAAAAAAAAAA, low, _mm512_slli_epi16(high, 8)));
+        _mm512_store_si512(codes, _mm512_or_si512(vi_and(low, _mm512_set1_epi16(255)), _mm512_slli_epi16(high, 8)));
     }
 }
 #endif

@@ -35,8 +35,9 @@ def check_sdist(path):
 
 
 def wanted(name):
-    """What a wheel must hold for a file of the repository: a name, a module's stem, or None."""
-    if not name.startswith("kvfast/"):
+    """What a wheel must hold for a file of the repository: a name, a module's stem, or None. The backend for llama.cpp is compiled
+    of its kernels, but not of those of the fast precision."""
+    if not name.startswith("kvfast/") or name.startswith("kvfast/simd/tiers/fast_"):
         return None
     if name.endswith(".pyx"):
         return name.removesuffix(".pyx")

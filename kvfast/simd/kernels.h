@@ -185,8 +185,9 @@ typedef struct {
     int key_parts, rope_parts, value_parts; /* of bytes */
     int key_halves;                     /* parts of the keys in bfloat16, or 0: they are bytes */
     int rope_dim, rope_halves;          /* of the rotary part of latent rows, or 0 */
-    int num_blocks, has_channels;       /* with means, and with channel scales */
+    int num_blocks;                     /* with means */
     int block_of[KV_MATRIX_TILE / KV_LANES];
+    int folds[KV_MATRIX_TILE / KV_LANES]; /* whether queries take the scales of a block's channels */
     float error, rope_error;            /* see error_of_unit */
     float code_size;                    /* of values; see there */
     int exact, group;                   /* values as words: whether none is rounded; the tokens whose weights share a unit */

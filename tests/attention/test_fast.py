@@ -58,6 +58,20 @@ def test_loud_channels(isa, rng, name, whose):
             assert error(cache, q[:n]) < 1, (dim, loud, n)
 
 
+def test_a_loud_channel_leaves_bits_to_the_others(isa, rng):
+    """With many queries as with few, whose rows and codes are rounded in other ways. Queries are small where keys are large."""
+    for loud in (3, 20, 80):
+        k, v = rng.standard_normal((2, 1000, 2, 128)).astype(np.float32)
+        q = rng.standard_normal((64, 8, 128)).astype(np.float32)
+        k[:, :, 5] *= loud
+        q[:, :, 5] /= loud
+        cache = filled("int4", k, v)
+        few = np.concatenate([cache.attend(0, q[i : i + 8], causal=False, precision="fast") for i in range(0, 64, 8)])
+        many = cache.attend(0, q, causal=False, precision="fast")
+        exact = cache.attend(0, q, causal=False)
+        assert np.linalg.norm(many - exact) < 1.5 * np.linalg.norm(few - exact) + 1e-3 * np.linalg.norm(exact)
+
+
 @parametrize("name", list(CODED), ["int8", "int4", "k8v4"])
 def test_many_small_weights_beside_a_large_one(isa, rng, name):
     """Each is less than a step of 7 bits. Their sum is right: what the rounding of one leaves out goes to the next, or some of them are
@@ -123,6 +137,7 @@ def test_the_bits_do_not_depend_on_threads_batches_and_other_queries(isa, rng, n
 def test_the_bits_of_many_queries_do_not_depend_on_threads(isa, rng, name):
     """Which change the rows and the tokens that a task has."""
     k, v = rng.standard_normal((2, 1500, 2, 64)).astype(np.float32) * np.geomspace(0.01, 3, 1500, dtype=np.float32)[:, None, None]
+    k[:, :, 5] *= np.where(np.arange(1500) // 64 % 2, 1, 30)[:, None]  # some blocks have a channel that is loud
     q = rng.standard_normal((300, 8, 64)).astype(np.float32)
     cache = filled(CODED[name], k, v)
     one = cache.attend(0, q, precision="fast", num_threads=1, sliding_window=777, num_sink_tokens=2)

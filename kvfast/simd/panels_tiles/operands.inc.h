@@ -98,6 +98,19 @@ static inline void KV(put_lines)(const char *codes, int lines, int dtype, int8_t
     else for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_GAUSS4, out);
 }
 
+/* Whether the codes of a block of keys are multiplied by their channels' scales. The fast precision does so, unless a channel is
+   louder than five times the mean: the others would keep too few bits. */
+static int KV(scales_codes)(const kv_side *side, const uint16_t *channels)
+{
+    int sum = 0, most = 0;
+    for (int c = 0; c < side->head_dim; c++) {
+        const int scale = channels[c] & KV_FACTOR;
+        sum += scale;
+        most = scale > most ? scale : most;
+    }
+    return KV_FAST && most * side->head_dim <= 5 * sum;
+}
+
 #if KV_FAST
 /* Multiplies codes of keys by their channels' scales, and rounds them to bytes again, in units of KV_FACTOR + 1 parts of these: the
    loudest channel keeps its 8 bits. So no panel multiplies its queries by the scales of each block. */
@@ -123,13 +136,14 @@ static inline void KV(load_key_lane)(const kv_side *side, const char *block, int
     const char *codes = block + slot / KV_LANES * (ptrdiff_t)lines * 64;
     if (side->channels) { /* INT4: prompts on INT3 are multiplied by vectors */
         const uint16_t *channels = (const uint16_t *)(block + side->channels);
+        const int scales_codes = KV(scales_codes)(side, channels);
         kv_key_order order;
         KV(read_key_order)(channels, side->padded_dim, &order);
         KV(widen_keys)(codes, side->padded_dim / KV_UNIT, &order, KV_INT4, KV_KEY_BIAS(KV_INT4), codes, out);
 #if KV_FAST
-        KV(scale_codes)(channels, side->padded_dim, out);
+        if (scales_codes) KV(scale_codes)(channels, side->padded_dim, out);
 #endif
-        vf_store(scales, vf_set1(KV_FAST ? KV(unit_of)(channels) * (KV_FACTOR + 1) : 1.0f));
+        vf_store(scales, vf_set1(scales_codes ? KV(unit_of)(channels) * (KV_FACTOR + 1) : 1.0f));
     } else {
         KV(put_lines)(codes, lines, side->dtype, out);
         vf_store(scales, KV(load_scales)(block + side->scales, slot, side->dtype));
@@ -187,6 +201,7 @@ static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_ope
             const uint16_t *scales = (const uint16_t *)(tile->base + *block + side->channels);
             const vf unit = vf_set1(side->channels ? KV(unit_of)(scales) * 0x1p-16f : 0.0f);
             i++;
+            operands->folds[i] = side->channels && !KV(scales_codes)(side, scales);
             for (int c = 0; c < side->padded_dim; c += W) {
                 vf mean = vf_load_float16(means + c);
                 if (side->channels) {

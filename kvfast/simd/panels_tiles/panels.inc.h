@@ -56,7 +56,6 @@ static void KV(load_all_keys)(const kv_side *k, const kv_side *v, const kv_tile 
     operands->value_dim = v->as_keys ? k->padded_dim : v->padded_dim;
     operands->rope_dim = has_rope ? v->padded_dim : 0;
     operands->num_blocks = operands->key_halves = operands->rope_halves = 0;
-    operands->has_channels = !KV_FAST && k->channels != 0; /* of fast operands they are in the bytes */
     operands->error = KV(error_of_unit)(k, k->dtype);
     operands->rope_error = KV(error_of_unit)(v, v->dtype);
 #if KV_TILE_UNIT

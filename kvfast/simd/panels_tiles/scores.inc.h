@@ -74,7 +74,7 @@ static __attribute__((noinline)) void KV(fold_panel)(const kv_operands *operands
         KV_FOR4(i, 4, vf_store(lanes + (r + i) * W, sum[i]););
     }
     vf_store(folded->shift, KV(reduce_rows)(lanes, 0));
-    if (!operands->has_channels) return;
+    if (!operands->folds[block]) return;
     row = panel->queries;
     for (int r = 0; r < KV_ROWS; r++, row += n) {
         vf largest = vf_set1(0.0f);
@@ -103,11 +103,13 @@ static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel,
     if (operands->num_blocks == 0) KV(score_rows)(&p, panel->queries, panel->inverse, first, last, scores, 0, SETS);
     for (int lane = first, stop; operands->num_blocks && lane < last; lane = stop) {
         for (stop = lane + 1; stop < last && operands->block_of[stop] == operands->block_of[lane];) stop++;
-        KV(fold_panel)(operands, panel, operands->block_of[lane], folded);
+        const int block = operands->block_of[lane], folds = operands->folds[block];
+        KV(fold_panel)(operands, panel, block, folded);
         p.shift = folded->shift;
-        if (operands->has_channels) p.x = folded->parts, p.unit = folded->unit;
-        KV(score_rows)(&p, operands->has_channels ? folded->rows : panel->queries,
-                       operands->has_channels ? folded->inverse : panel->inverse, lane, stop, scores, 1, SETS);
+        p.x = folds ? folded->parts : panel->parts;
+        p.unit = folds ? folded->unit : panel->unit;
+        KV(score_rows)(&p, folds ? folded->rows : panel->queries, folds ? folded->inverse : panel->inverse, lane, stop, scores, 1,
+                       SETS);
     }
 }
 

@@ -1,11 +1,13 @@
 """What the precision contract comes to: errors of `attend`, and of what is stored, on Gaussian tensors and on harder ones.
 
     python bench/precision.py --json bench/precision.json
+    KVFAST_PRECISION=fast python bench/precision.py --json bench/precision_fast.json
     python bench/precision.py --cancelling 1500 [--v-head-dim 1]
 
 Largest error of an output row, relative to its norm, against float64 attention over the decoded cache: for each
 format and context over all heads, queries and tiers of this machine; where one channel of the keys is louder than the others
 and the greatest score is 15; and where many weights are smaller than a step of 15 bits. And `kvfast.fidelity` of all formats.
+With KVFAST_PRECISION=fast those of the fast precision, which has another contract and is checked by tests/attention/test_fast.py.
 Or a search, on this machine's best tier, among rows whose values are nearly multiples of one vector and cancel.
 """
 
@@ -164,6 +166,7 @@ def main():
         return
     report = {
         "version": kvfast.__version__,
+        "precision": kvfast.config()["precision"],
         "cpu": cpu_name(),
         "tiers": list(kvfast.available_isas()),
         "num_q_heads": NUM_Q_HEADS,

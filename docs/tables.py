@@ -252,17 +252,19 @@ def precision():
 
 def hard():
     """The largest error over tiers, for one query and 64, with a loud channel of the keys, small weights next to a large
-    one, and one loud element of the values."""
-    results = load("precision")["hard"]
-    rows = [
-        [
-            f"`{one['format']}`",
-            *(f"{error:.1e}" for error in (*one["loud"].values(), one["peaked"], one["lone"])),
-            f"{one['bound']:.0e}",
-        ]
-        for one in results
-    ]
-    return _table(["storage", *(f"loud by {loud}" for loud in results[0]["loud"]), "small weights", "lone value", "contract"], rows)
+    one, and one loud element of the values. Formats of the fast precision have a second row."""
+    results, fast = ({one["format"]: one for one in load(name)["hard"]} for name in ("precision", "precision_fast"))
+
+    def row(name, one, bound):
+        return [name, *(f"{error:.1e}" for error in (*one["loud"].values(), one["peaked"], one["lone"])), bound]
+
+    rows = []
+    for form, one in results.items():
+        rows.append(row(f"`{form}`", one, f"{one['bound']:.0e}"))
+        if form in ("int4", "k8v4", "int8"):
+            rows.append(row(f"`{form}`, fast", fast[form], "of its own"))
+    loud = [f"loud by {loud}" for loud in results["int8"]["loud"]]
+    return _table(["storage", *loud, "small weights", "lone value", "contract"], rows)
 
 
 def _contenders():

@@ -99,7 +99,8 @@ static inline void KV(put_lines)(const char *codes, int lines, int dtype, int8_t
 }
 
 /* Whether the codes of a block of keys are multiplied by their channels' scales. The fast precision does so, unless a channel is
-   louder than five times the mean: the others would keep too few bits. */
+   louder than five times the mean: the others would keep too few bits. (So would all, were the largest scale a small fraction; such
+   blocks come only from elsewhere.) */
 static int KV(scales_codes)(const kv_side *side, const uint16_t *channels)
 {
     int sum = 0, most = 0;
@@ -108,7 +109,7 @@ static int KV(scales_codes)(const kv_side *side, const uint16_t *channels)
         sum += scale;
         most = scale > most ? scale : most;
     }
-    return KV_FAST && most * side->head_dim <= 5 * sum;
+    return KV_FAST && most > KV_FACTOR / 2 && most * side->head_dim <= 5 * sum;
 }
 
 #if KV_FAST

@@ -101,7 +101,7 @@ static inline void KV(put_lines)(const char *codes, int lines, int dtype, int8_t
 /* Whether the codes of a block of keys are multiplied by their channels' scales. The fast precision does so, unless a channel is
    louder than five times the mean: the others would keep too few bits. (So would all, were the largest scale a small fraction; such
    blocks come only from elsewhere.) */
-static int KV(scales_codes)(const kv_side *side, const uint16_t *channels)
+static int KV(takes_scales)(const kv_side *side, const uint16_t *channels)
 {
     int sum = 0, most = 0;
     for (int c = 0; c < side->head_dim; c++) {
@@ -137,14 +137,14 @@ static inline void KV(load_key_lane)(const kv_side *side, const char *block, int
     const char *codes = block + slot / KV_LANES * (ptrdiff_t)lines * 64;
     if (side->channels) { /* INT4: prompts on INT3 are multiplied by vectors */
         const uint16_t *channels = (const uint16_t *)(block + side->channels);
-        const int scales_codes = KV(scales_codes)(side, channels);
+        const int takes_scales = KV(takes_scales)(side, channels);
         kv_key_order order;
         KV(read_key_order)(channels, side->padded_dim, &order);
         KV(widen_keys)(codes, side->padded_dim / KV_UNIT, &order, KV_INT4, KV_KEY_BIAS(KV_INT4), codes, out);
 #if KV_FAST
-        if (scales_codes) KV(scale_codes)(channels, side->padded_dim, out);
+        if (takes_scales) KV(scale_codes)(channels, side->padded_dim, out);
 #endif
-        vf_store(scales, vf_set1(scales_codes ? KV(unit_of)(channels) * (KV_FACTOR + 1) : 1.0f));
+        vf_store(scales, vf_set1(takes_scales ? KV(unit_of)(channels) * (KV_FACTOR + 1) : 1.0f));
     } else {
         KV(put_lines)(codes, lines, side->dtype, out);
         vf_store(scales, KV(load_scales)(block + side->scales, slot, side->dtype));
@@ -202,7 +202,7 @@ static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_ope
             const uint16_t *scales = (const uint16_t *)(tile->base + *block + side->channels);
             const vf unit = vf_set1(side->channels ? KV(unit_of)(scales) * 0x1p-16f : 0.0f);
             i++;
-            operands->folds[i] = side->channels && !KV(scales_codes)(side, scales);
+            operands->folds[i] = side->channels && !KV(takes_scales)(side, scales);
             for (int c = 0; c < side->padded_dim; c += W) {
                 vf mean = vf_load_float16(means + c);
                 if (side->channels) {

@@ -34,6 +34,7 @@ CACHE_BYTES = 60e6  # of all copies, as float16
 WARM_UP = 0.003  # seconds of calls that are not timed: in a model, the threads have just worked
 MASK_ROWS = 16  # ik_llama.cpp wants a multiple
 TYPES["q8_KV"] = 151  # of ik_llama.cpp alone
+FAST = "kvfast in the fast precision"
 
 
 class IkBackend(Backend):
@@ -49,16 +50,12 @@ class IkBackend(Backend):
         self.ggml.ggml_backend_cpu_set_n_threads(self.backend, num_threads)
 
 
-def seconds(backend, graphs):
-    time.sleep(0.02)  # the threads of the other one fall asleep
-    compute = partial(backend.ggml.ggml_backend_graph_compute, backend.backend)
-    start = time.perf_counter()
-    while time.perf_counter() - start < WARM_UP:
-        compute(graphs[-1])
-    start = time.perf_counter()
-    for graph in graphs:
-        compute(graph)
-    return (time.perf_counter() - start) / len(graphs)
+class KvfastBackend(Backend):
+    """kvfast in a precision, which is that of the process."""
+
+    def __init__(self, library, precision):
+        super().__init__(library, "KVFAST")
+        self.precision = precision
 
 
 class Contender:
@@ -72,7 +69,24 @@ class Contender:
             self.graphs.append(cpu.ggml.ggml_new_graph(problem.memory))
             cpu.ggml.ggml_build_forward_expand(self.graphs[-1], problem.operation)
 
+    def begin(self):
+        if isinstance(self.backend, KvfastBackend):
+            self.backend.use_precision(self.backend.precision)
+
+    def seconds(self):
+        self.begin()
+        time.sleep(0.02)  # the threads of the other one fall asleep
+        compute = partial(self.backend.ggml.ggml_backend_graph_compute, self.backend.backend)
+        start = time.perf_counter()
+        while time.perf_counter() - start < WARM_UP:
+            compute(self.graphs[-1])
+        start = time.perf_counter()
+        for graph in self.graphs:
+            compute(graph)
+        return (time.perf_counter() - start) / len(self.graphs)
+
     def error(self, expected):
+        self.begin()
         return np.linalg.norm(self.problems[0].compute(self.backend) - expected) / np.linalg.norm(expected)
 
     def free(self):
@@ -97,7 +111,9 @@ def measure(backends, shape, storage, options):
     for name, backend in backends.items():
         if storage == "q8_KV" and name != "ik_llama.cpp":
             continue
-        cpu = backends["ggml"] if name == "kvfast" else backend
+        if name == FAST and (queries < 16 or not storage.startswith("q")):
+            continue  # it is the same there
+        cpu = backends["ggml"] if isinstance(backend, KvfastBackend) else backend
         contenders[name] = Contender(backend, cpu, copies, q, k, v, storage, mask=mask)
     first = next(iter(contenders.values())).problems[0]
     expected = first.reference() if options.check else None
@@ -106,7 +122,7 @@ def measure(backends, shape, storage, options):
     for threads in options.threads:
         for one in contenders.values():
             one.backend.set_num_threads(threads)
-        found[threads] = [[seconds(one.backend, one.graphs) for one in contenders.values()] for _ in range(options.rounds + 1)][1:]
+        found[threads] = [[one.seconds() for one in contenders.values()] for _ in range(options.rounds + 1)][1:]
     for one in contenders.values():
         one.free()
     return list(contenders), found, errors
@@ -141,7 +157,7 @@ def main():
     kvfast.llama_cpp.load()
     library = llama_cpp.llama_cpp._lib
     library.llama_backend_init()
-    backends = {"ggml": Backend(library, "CPU"), "kvfast": Backend(library, "KVFAST")}
+    backends = {"ggml": Backend(library, "CPU"), "kvfast": KvfastBackend(library, "exact"), FAST: KvfastBackend(library, "fast")}
     try:
         backends["ik_llama.cpp"] = IkBackend()
     except Missing as missing:

@@ -36,8 +36,8 @@ def check_sdist(path):
 
 def wanted(name):
     """What a wheel must hold for a file of the repository: a name, a module's stem, or None. The backend for llama.cpp is compiled
-    of its kernels, but not of those of the fast precision."""
-    if not name.startswith("kvfast/") or name.startswith("kvfast/simd/tiers/fast_"):
+    of its kernels."""
+    if not name.startswith("kvfast/"):
         return None
     if name.endswith(".pyx"):
         return name.removesuffix(".pyx")

@@ -4,12 +4,11 @@
     python bench/texts.py packages texts
     python bench/studies/llama_cpp_fidelity.py MODEL.gguf texts/austen.txt texts/python.txt texts/german.txt texts/chinese.txt
 
-For each pair of types of K and V: `flash` is ggml's own flash attention, `kvfast` computes the same operation, and `plain` is ggml
-without flash attention, which needs V in floats. `flash` and `plain` are two implementations of one author, so what lies between them
-is the measure for what may lie between `flash` and `kvfast`. The reference is `plain` on a cache of f32.
+For each pair of types of K and V: `flash` is ggml's own flash attention, `exact` and `fast` are kvfast's in these precisions, and
+`plain` is ggml without flash attention, which needs V in floats. `flash` and `plain` are two implementations of one author, so what lies
+between them is the measure for what may lie between `flash` and kvfast. The reference is `plain` on a cache of f32.
 
-Belongs to the commit e93a981, "Without an option llama-server loads no backend: the guide names it; a bench of how near kvfast is
-to ggml's own attention".
+Belongs to the commit that gives llama.cpp the fast precision.
 """
 
 import argparse
@@ -28,6 +27,18 @@ from bench_llama_cpp import BATCH, Session, open_model, tokens_of
 import kvfast.llama_cpp
 
 BLOCK = 64  # tokens whose log-likelihoods count as one observation, as those of neighbours depend on each other
+
+
+class KvfastSession(Session):
+    """One that kvfast attends for, in a precision, which is that of the process."""
+
+    def __init__(self, precision, *arguments):
+        super().__init__(*arguments)
+        self.precision = precision
+
+    def append(self, *arguments, **options):
+        kvfast.llama_cpp.load(precision=self.precision)
+        return super().append(*arguments, **options)
 
 
 def log_softmax(logits):
@@ -153,7 +164,9 @@ def main(arguments=None):
     kvfast.llama_cpp.load()  # contexts that were opened before go without it
     records = []
     for types, found in sessions.items():
-        found["kvfast"] = opened(types)
+        quantised = all(one.startswith("q") for one in types.split("/"))
+        for precision in ("exact", "fast") if quantised else ("exact",):
+            found[precision] = KvfastSession(precision, model, types, given.context + 256, given.threads)
         records.append(compare(types, found, texts, given))
         report(records[-1])
         if given.json:

@@ -25,10 +25,11 @@ FLAGS = [
 ]
 # Flags for kvfast's kernels, which are compiled with those for the blocks of ggml.
 WITH_ROWS = ["-include", "llama_cpp/backend/ggml_rows.h", '-DKV_MORE_KERNELS="llama_cpp/backend/ggml_rows.inc.h"']
+FAST = ("fast_amx", "fast_avx512_vnni")  # with panels: here the fast precision is that of prompts
 UNITS = {
     path: WITH_ROWS if path.is_relative_to(KERNELS) else []
     for path in sorted([*KERNELS.rglob("*.c"), *SOURCES.glob("*.c")])
-    if not path.name.startswith("fast_")  # the fast precision is that of kvfast's own caches
+    if not path.name.startswith("fast_") or path.stem in FAST
 }
 
 

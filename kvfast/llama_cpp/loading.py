@@ -4,15 +4,16 @@ import ctypes
 from pathlib import Path
 
 from kvfast.core.prefetching import in_use
+from kvfast.core.text import shown
 from kvfast.llama_cpp.installed import SUFFIX, Ggml, bundled, installed
 
 _HINT = "python -m kvfast llama-cpp build"
 
 
-def load(library=None, libraries=None):
+def load(library=None, libraries=None, precision=None):
     """Let llama-cpp-python compute attention with kvfast, in the models that are opened from now on.
 
-    Contexts need flash attention: ``Llama(..., flash_attn=True)``. A second call does nothing.
+    Contexts need flash attention: ``Llama(..., flash_attn=True)``. A second call changes the precision alone.
 
     Parameters
     ----------
@@ -20,6 +21,9 @@ def load(library=None, libraries=None):
         The backend; by default the one that `build` made for these libraries, or else the one that the wheel of kvfast brings.
     libraries : path, optional
         The folder of the ``libggml`` that loads it; by default that of the llama-cpp-python that is installed.
+    precision : str, optional
+        ``"exact"`` or ``"fast"``, of prompts on quantised keys and values; see [precision](../concepts/precision.md). It holds for all
+        models of the process, from now on. By default that of KVFAST_PRECISION in the environment, else ``"exact"``.
 
     Returns
     -------
@@ -33,7 +37,11 @@ def load(library=None, libraries=None):
         since. Or if there are no libraries.
     RuntimeError
         If ggml cannot load it, or refuses it because it is for another ggml.
+    ValueError
+        If there is no such precision.
     """
+    if precision not in (None, "exact", "fast"):
+        raise ValueError(f"precision must be 'exact', 'fast' or None, got {shown(precision)}")
     found = installed() if libraries is None else Ggml(libraries)
     path = _backend_for(found) if library is None else Path(library).resolve()
     if not path.exists():
@@ -49,13 +57,13 @@ def load(library=None, libraries=None):
         getattr(ggml, name).restype = ctypes.c_void_p
         getattr(ggml, name).argtypes = [ctypes.c_char_p]
     ggml.ggml_backend_reg_get_proc_address.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-    if ggml.ggml_backend_reg_by_name(b"KVFAST") is not None:
-        return path
-    backend = ggml.ggml_backend_load(str(path).encode())
+    backend = ggml.ggml_backend_reg_by_name(b"KVFAST") or ggml.ggml_backend_load(str(path).encode())
     if backend is None:
         raise RuntimeError(f"ggml {found.version} refuses {path}, perhaps because it is for another ggml; {_HINT} makes a new one")
-    prefetch = ctypes.CFUNCTYPE(None, ctypes.c_int)(ggml.ggml_backend_reg_get_proc_address(backend, b"kvfast_use_prefetch_level"))
-    prefetch(in_use()[0])
+    use = lambda name, kind: ctypes.CFUNCTYPE(ctypes.c_int, kind)(ggml.ggml_backend_reg_get_proc_address(backend, name))
+    use(b"kvfast_use_prefetch_level", ctypes.c_int)(in_use()[0])
+    if precision is not None:
+        use(b"kvfast_use_precision", ctypes.c_char_p)(precision.encode())
     return path
 
 

@@ -91,8 +91,13 @@
 #define KV_TIERS(TIER) KV_MATRIX_TIERS(TIER) KV_VECTOR_TIERS(TIER)
 
 /* TIER(name, exact) for each table of the fast precision, with that of the exact one; tiers/fast_*.c have them. */
-#ifdef KV_MORE_KERNELS /* a library that does not have it, see tier.inc.h */
-#define KV_FAST_TIERS(TIER)
+#if KV_X86 && defined(KV_MORE_KERNELS) /* panels of float rows, for which VBMI has nothing of its own; see tier.inc.h */
+#if KV_HAVE_AMX
+#define KV_FAST_MATRIX_TIERS(TIER) TIER(amx_fast, amx)
+#else
+#define KV_FAST_MATRIX_TIERS(TIER)
+#endif
+#define KV_FAST_TIERS(TIER) KV_FAST_MATRIX_TIERS(TIER) TIER(avx512_vnni_fast, avx512_vbmi) TIER(avx512_vnni_fast, avx512_vnni)
 #elif KV_X86
 #if KV_HAVE_AMX
 #define KV_FAST_MATRIX_TIERS(TIER) TIER(avx512_vbmi_fast, amx) TIER(amx_fast, amx) /* vectors, then its panels */
@@ -107,7 +112,7 @@
 #define KV_FAST_TIERS(TIER)                                                                                        \
     KV_FAST_MATRIX_TIERS(TIER) TIER(avx512_vbmi_fast, avx512_vbmi) TIER(avx512_vnni_fast, avx512_vnni)             \
     TIER(avx512_fast, avx512) KV_FAST_AVX_VNNI_TIERS(TIER) TIER(avx2_fast, avx2)
-#elif KV_ARM64 && KV_HAVE_DOTPROD
+#elif KV_ARM64 && KV_HAVE_DOTPROD && !defined(KV_MORE_KERNELS)
 #define KV_FAST_TIERS(TIER) TIER(neon_dotprod_fast, neon_dotprod)
 #else
 #define KV_FAST_TIERS(TIER)

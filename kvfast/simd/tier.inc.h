@@ -104,7 +104,12 @@
 #endif
 #if W == 16 && defined(KV_VNNI)
 #include "panels_tiles/tiles.inc.h"
-#define KV_PANELS .prepare_panel = {KV(prepare_panel)}, .attend_panels = {KV(attend_integers)},
+#ifdef KV_MORE_KERNELS
+#define KV_FAST_KIND KV_HALVES
+#else
+#define KV_FAST_KIND KV_INTEGERS
+#endif
+#define KV_PANELS .prepare_panel = {[KV_FAST_KIND] = KV(prepare_panel)}, .attend_panels = {[KV_FAST_KIND] = KV(attend_integers)},
 #else
 #define KV_PANELS
 #endif
@@ -115,7 +120,7 @@
 const kv_kernels KV(kv_kernels) = {
     .isa = KV_ISA, KV_ATTENTION KV_PANELS
     KV_EXACT(KV_TABLE KV_OWN_CACHES(.multiply = {KV(multiply_int8), KV(multiply_float32)}))};
-#ifdef KV_MORE_KERNELS /* those of a library that is built with these */
+#if defined(KV_MORE_KERNELS) && !KV_FAST /* those of a library that is built with these */
 #include KV_MORE_KERNELS
 #endif
 #if defined(KV_MATRIX) && !KV_FAST /* another region */

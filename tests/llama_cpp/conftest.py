@@ -49,7 +49,18 @@ def cpu(library):
 
 @pytest.fixture(scope="session")
 def backend(library):
-    return Backend(library, "KVFAST")
+    """kvfast in the exact precision."""
+    backend = Backend(library, "KVFAST")
+    assert backend.use_precision("exact")
+    return backend
+
+
+@pytest.fixture
+def fast_backend(backend):
+    """The same in the fast precision, for a test."""
+    assert backend.use_precision("fast")
+    yield backend
+    backend.use_precision("exact")
 
 
 @pytest.fixture

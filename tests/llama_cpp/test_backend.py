@@ -191,3 +191,81 @@ def test_what_it_does_not_take_stays_with_ggml(cpu, backend):
     problem = Problem(cpu, *tensors(np.random.default_rng(12), dim=640), "f16")
     assert not problem.supported_by(backend)
     problem.free()
+
+
+def check_fast(problem, backend):
+    """Attention in the fast precision is within its contract, and nearer than that on rows from a normal distribution."""
+    got, expected = problem.compute(backend), problem.reference()
+    k, v = problem.stored
+    problem.stored[1] = np.linalg.norm(v, axis=-1, keepdims=True)
+    sums = problem.reference()[..., 0]
+    problem.stored[1] = v
+    queries = np.linalg.norm(problem.q, axis=-1) * np.linalg.norm(k, axis=-1).max()
+    error = np.linalg.norm(got - expected, axis=-1)
+    assert (error <= (0.03 + 0.02 * problem.scale * queries) * sums).all()
+    assert np.linalg.norm(error) <= 0.02 * np.linalg.norm(expected)
+    return got
+
+
+QUANTISED = ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 32), (576, 512)])
+@pytest.mark.parametrize("k_type", QUANTISED)
+@pytest.mark.parametrize("v_type", ["q8_0", "q4_1"])
+def test_fast_prompts(cpu, fast_backend, dims, k_type, v_type):
+    rng = np.random.default_rng(15)
+    rows = tensors(rng, queries=70, tokens=450, dim=dims[0], v_dim=dims[1])
+    problem = Problem(cpu, *rows, k_type, v_type, mask=causal(70, 450))
+    check_fast(problem, fast_backend)
+    problem.free()
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 17, 127, 129, 2051])
+@pytest.mark.parametrize("streams", [1, 2])
+def test_fast_prompts_of_any_length(cpu, fast_backend, tokens, streams):
+    rng = np.random.default_rng(16)
+    problem = Problem(cpu, *tensors(rng, streams=streams, queries=20, tokens=tokens), "q8_0", "q4_0")
+    got = check_fast(problem, fast_backend)
+    fast_backend.set_num_threads(3)
+    assert np.array_equal(problem.compute(fast_backend), got)
+    fast_backend.set_num_threads(2)
+    problem.free()
+
+
+@pytest.mark.parametrize("options", [{"max_bias": 8.0}, {"softcap": 5.0}, {"scale": 0.2, "softcap": 20.0, "max_bias": 4.0}, {}])
+def test_fast_prompts_with_options(cpu, fast_backend, options):
+    rng = np.random.default_rng(17)
+    mask = np.where(rng.random((1, 6, 37, 300)) < 0.4, -np.inf, rng.standard_normal((1, 6, 37, 300)))
+    mask[:, :, 20] = -np.inf
+    sinks = rng.standard_normal(6)
+    problem = Problem(cpu, *tensors(rng, queries=37, heads=6), "q8_0", mask=mask, sinks=sinks, **options)
+    assert (check_fast(problem, fast_backend)[:, 20] == 0).all()
+    problem.free()
+
+
+def test_fast_prompts_of_every_tier(cpu, backend, fast_backend):
+    """Tiers without products of bytes stay exact."""
+    rng = np.random.default_rng(18)
+    use_isa = backend.function("kvfast_use_isa", c_int, c_char_p)
+    problem = Problem(cpu, *tensors(rng, queries=40), "q8_0", mask=causal(40, 300))
+    try:
+        for isa in kvfast.available_isas():
+            use_isa(isa.encode())
+            fast_backend.use_precision("exact")
+            exact = problem.compute(backend)
+            fast_backend.use_precision("fast")
+            has_panels = isa in ("amx", "avx512_vbmi", "avx512_vnni")
+            assert np.array_equal(check_fast(problem, fast_backend), exact) is not has_panels
+    finally:
+        use_isa(None)
+    problem.free()
+
+
+@pytest.mark.parametrize(
+    ("types", "queries"), [(("q8_0", "f16"), 40), (("bf16", "q8_0"), 40), (("f16", "f16"), 40), (("q8_0", "q8_0"), 1)]
+)
+def test_floats_and_few_queries_stay_exact(cpu, fast_backend, types, queries):
+    problem = Problem(cpu, *tensors(np.random.default_rng(19), queries=queries), *types, mask=causal(queries, 300))
+    check(problem, fast_backend)
+    problem.free()

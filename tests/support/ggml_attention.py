@@ -61,6 +61,10 @@ class Backend:
         assert address, f"the backend has no {name}"
         return ctypes.CFUNCTYPE(result, *arguments)(address)
 
+    def use_precision(self, name):
+        """Let kvfast compute in a precision, in the whole process."""
+        return self.function("kvfast_use_precision", c_int, c_char_p)(name.encode())
+
     def set_num_threads(self, num_threads):
         self.function("ggml_backend_set_n_threads", None, _P, c_int)(self.backend, num_threads)
 

@@ -147,13 +147,15 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     c.scale = option(op, 0), c.max_bias = option(op, 1), c.softcap = option(op, 2);
     c.tokens = op->src[1]->ne[1];
     const int heads = (int)op->src[1]->ne[2];
-    c.walk = (kv_call){.kernels = c.tier.attention, .source = &kv_ggml_rows, .given = &c, .values = &c.v.rows, .heads_together = heads};
+    const bool is_fast = kv_is_fast() && ggml_is_quantized(op->src[1]->type) && ggml_is_quantized(op->src[2]->type);
+    const kv_kernels *kernels = is_fast ? c.tier.fast : c.tier.attention;
+    c.walk = (kv_call){.kernels = kernels, .source = &kv_ggml_rows, .given = &c, .values = &c.v.rows, .heads_together = heads};
     c.walk.sinks = op->src[4] ? op->src[4]->data : NULL;
     c.walk.num_q_heads = c.q->ne[2], c.walk.group = (int)c.q->ne[2] / heads;
     c.rows = c.q->ne[1] * c.walk.group;
     /* Words, unlike the 17 bits of a matrix unit, are not within the contract for f32. */
     const bool is_f32 = op->src[1]->type == GGML_TYPE_F32 || op->src[2]->type == GGML_TYPE_F32;
-    c.matrix = c.rows >= MATRIX_ROWS && c.tier.attention->attend_panels[KV_HALVES] && (c.tier.attention->has_matrix || !is_f32);
+    c.matrix = c.rows >= MATRIX_ROWS && kernels->attend_panels[KV_HALVES] && (kernels->has_matrix || !is_f32);
     c.products = !c.matrix && c.rows >= PRODUCT_ROWS;
     open_side(&c.k, op->src[1], &c, true);
     open_side(&c.v, op->src[2], &c, false);

@@ -184,12 +184,13 @@ static void use_prefetch_level(int level)
     kv_prefetch_level = level;
 }
 
-/* Besides ggml's own: how memory is read, and the tier by name, for tests. */
+/* Besides ggml's own: how memory is read, the precision, and the tier by name, for tests. */
 static void *reg_function(ggml_backend_reg_t reg, const char *name)
 {
     (void)reg;
     if (strcmp(name, "ggml_backend_set_n_threads") == 0) return (void *)set_num_threads;
     if (strcmp(name, "kvfast_use_prefetch_level") == 0) return (void *)use_prefetch_level;
+    if (strcmp(name, "kvfast_use_precision") == 0) return (void *)kv_use_precision;
     if (strcmp(name, "kvfast_use_isa") == 0) return (void *)kv_use_tier;
     return NULL;
 }

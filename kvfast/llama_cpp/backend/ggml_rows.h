@@ -58,7 +58,7 @@ typedef struct {
 
 /* The kernels of one tier. */
 typedef struct {
-    const kv_kernels *attention;
+    const kv_kernels *attention, *fast; /* the latter with the panels of the fast precision */
     const kv_row_kernels *rows;
 } kv_tier;
 
@@ -66,6 +66,10 @@ typedef struct {
 kv_tier kv_active_tier(void);
 /* Uses another tier from now on; returns 0 if there is none of that name, or the machine cannot run it. */
 int kv_use_tier(const char *isa);
+/* Whether prompts on quantised keys and values are attended to in the fast precision: if KVFAST_PRECISION or the caller says so. */
+int kv_is_fast(void);
+/* Uses "exact" or "fast" from now on; returns 0 for another name. */
+int kv_use_precision(const char *name);
 
 /* The configuration of this thread's matrix unit, which others (ggml) may have set and rely on. No-ops without one. */
 typedef struct { KV_ALIGNED char bytes[64]; } kv_matrix_state;

@@ -25,7 +25,9 @@ int kv_use_tier(const char *isa)
 {
     for (const kv_kernels *const *kernels = kv_all_kernels; *kernels; kernels++) {
         if ((isa && strcmp((*kernels)->isa, isa)) || !kv_supported(*kernels)) continue;
+        kv_begin_fast();
         active.attention = *kernels;
+        active.fast = kv_fast(*kernels);
         active.rows = rows_of((*kernels)->isa);
         return 1;
     }
@@ -36,6 +38,22 @@ kv_tier kv_active_tier(void)
 {
     if (!active.attention && !kv_use_tier(getenv("KVFAST_ISA"))) kv_use_tier(NULL);
     return active;
+}
+
+static enum { UNKNOWN, EXACT, FAST } precision;
+
+int kv_use_precision(const char *name)
+{
+    const int known = strcmp(name, "exact") == 0 ? EXACT : strcmp(name, "fast") == 0 ? FAST : UNKNOWN;
+    if (known) precision = known;
+    return known != UNKNOWN;
+}
+
+int kv_is_fast(void)
+{
+    const char *name = getenv("KVFAST_PRECISION");
+    if (!precision && !(name && kv_use_precision(name))) precision = EXACT;
+    return precision == FAST;
 }
 
 /* Functions of their own, by whose names ci/audit_instructions.py knows that only processors with a matrix unit run them. */

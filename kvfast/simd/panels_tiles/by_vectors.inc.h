@@ -6,35 +6,17 @@
 static inline void KV(begin_tiles)(void) {}
 static inline void KV(end_tiles)(void) {}
 
-/* What the sums of 16 keys begin with, over `lines` lines. */
-static inline void KV(find_starts)(const int8_t *keys, int lines, int32_t *starts)
+/* What the sums of each part of `count` keys begin with, (parts, KV_MATRIX_TILE). */
+static void KV(find_starts)(const int8_t *keys, int parts, int count, int dim, int32_t *starts)
 {
-    vacc sum = (vacc)vi_set1(0);
-    for (int line = 0; line < lines; line++)
-        sum = (vacc)_mm512_dpbusd_epi32((__m512i)sum, vi_set1(KV_ABOVE_ZERO), _mm512_load_si512(keys + line * 64));
-    _mm512_store_si512(starts, vi_sub(vi_set1(0), (vi)sum));
-}
-
-/* Loads keys, codes of one part or float rows of two, (16 tokens, parts, padded_dim / 64, 16 lines, 64); returns the number of
-   parts. */
-static int KV(load_key_bytes)(const kv_side *side, const kv_tile *tile, kv_room *room, int8_t *out, float *scales, int32_t *starts)
-{
-    const int n = side->padded_dim, tiles = (n + TILE_DEPTH - 1) / TILE_DEPTH, parts = side->family == KV_FLOAT_ROWS ? 2 : 1;
-    const char *rows[KV_MATRIX_TILE];
-    typedef struct { KV_ALIGNED int8_t lines[2][KV_MAX_HEAD_DIM / TILE_DEPTH][TILE_BYTES]; } pass;
-    int8_t(*const lines)[KV_MAX_HEAD_DIM / TILE_DEPTH][TILE_BYTES] = KV_IN(room->pass, pass)->lines;
-    int count = kv_whole_lanes(tile->count);
-    if (parts == 1) KV(load_key_lanes)(side, tile, out, scales);
-    else count = KV(find_rows)(side, tile, KV_LANES, rows);
-    for (int token = 0; token < count; token += KV_LANES) {
-        for (int t = 0; parts == 2 && t < KV_LANES; t++)
-            scales[token + t] = KV(cut_row)(side, rows[token + t], tiles, lines[0][0] + 64 * t, lines[1][0] + 64 * t, TILE_BYTES);
-        for (int part = 0; part < parts; part++, out += tiles * TILE_BYTES) {
-            for (int i = 0; parts == 2 && i < tiles; i++) KV(transpose_lines)(lines[part][i], out + i * TILE_BYTES);
-            KV(find_starts)(out, n / 4, starts + part * KV_MATRIX_TILE + token);
+    const int tiles = (dim + TILE_DEPTH - 1) / TILE_DEPTH;
+    for (int token = 0; token < count; token += KV_LANES)
+        for (int part = 0; part < parts; part++, keys += tiles * TILE_BYTES) {
+            vacc sum = (vacc)vi_set1(0);
+            for (int line = 0; line < dim / 4; line++)
+                sum = (vacc)_mm512_dpbusd_epi32((__m512i)sum, vi_set1(KV_ABOVE_ZERO), _mm512_load_si512(keys + line * 64));
+            _mm512_store_si512(starts + part * KV_MATRIX_TILE + token, vi_sub(vi_set1(0), (vi)sum));
         }
-    }
-    return parts;
 }
 
 /* Sums of 4 rows and `lanes` lane tiles, `stride` bytes apart, over `lines` lines; activations are (tiles, rows, 64). */

@@ -62,22 +62,33 @@ static inline void KV(halve_query)(const float *row, int n, vf factor, int r, in
     }
 }
 
+/* The parts of an element of float rows, and what they hold. In a library that reads the caches of others, the fast precision is for
+   rows that were codes of at most 8 bits: one part. */
+#if KV_FAST && defined(KV_MORE_KERNELS)
+enum { ROW_PARTS = 1 };
+#define KV_MOST_OF_ROW 127.0f
+#define KV_CUT_ROW KV(cut_activations)
+#else
+enum { ROW_PARTS = 2 };
+#define KV_MOST_OF_ROW KV_MAX_WORD
+#define KV_CUT_ROW KV(put_bytes)
+#endif
+
 /* Cuts a float row into bytes, `tiles` x 64 of each part; returns its scale. */
 static float KV(cut_row)(const kv_side *side, const char *row, int tiles, int8_t *high, int8_t *low, ptrdiff_t stride)
 {
     const int n = side->padded_dim;
     vf x[KV_MAX_HEAD_DIM / W], largest = vf_set1(0.0f);
     for (int i = 0; i < tiles * 4; i++) {
-        const uint16_t *at = (const uint16_t *)row + i * W;
-        x[i] = i * W >= n ? vf_set1(0.0f) : side->dtype == KV_FLOAT16 ? vf_load_float16(at) : vf_load_bfloat16(at);
+        x[i] = i * W < n ? KV(load_element)(row, i * W, side->dtype) : vf_set1(0.0f);
         largest = vf_max(largest, vf_abs(x[i]));
     }
     const float peak = vf_hmax(largest);
-    const vf inverse = vf_set1(KV_INVERSE_OF(KV_MAX_WORD, peak));
+    const vf inverse = vf_set1(KV_INVERSE_OF(KV_MOST_OF_ROW, peak));
     for (int i = 0; i < tiles; i++, high += stride, low += stride)
-        KV(put_bytes)(vf_round(vf_mul(x[4 * i], inverse)), vf_round(vf_mul(x[4 * i + 1], inverse)),
-                      vf_round(vf_mul(x[4 * i + 2], inverse)), vf_round(vf_mul(x[4 * i + 3], inverse)), high, low);
-    return peak / KV_MAX_WORD;
+        KV_CUT_ROW(vf_round(vf_mul(x[4 * i], inverse)), vf_round(vf_mul(x[4 * i + 1], inverse)),
+                   vf_round(vf_mul(x[4 * i + 2], inverse)), vf_round(vf_mul(x[4 * i + 3], inverse)), high, low);
+    return peak / KV_MOST_OF_ROW;
 }
 
 /* Writes a line of codes as signed bytes: one line, or two for INT4 and GAUSS4. */
@@ -158,7 +169,7 @@ static inline void KV(load_value_rows)(const kv_side *side, const char *row, int
     KV_ALIGNED int8_t rows[2][4][KV_MAX_HEAD_DIM];
     for (int t = 0; t < 4; t++, row += side->row_stride)
         scales[t] = (KV_FAST ? 1.0f : 256.0f) * KV(cut_row)(side, row, tiles, rows[0][t], rows[1][t], TILE_DEPTH);
-    for (int part = 0; part < 2; part++)
+    for (int part = 0; part < ROW_PARTS; part++)
         for (int lane = 0; lane < side->padded_dim; lane += 64) {
             const int8_t *at = rows[part][0] + lane;
             const vi r0 = _mm512_load_si512(at), r1 = _mm512_load_si512(at + KV_MAX_HEAD_DIM);
@@ -173,7 +184,7 @@ static inline void KV(load_value_rows)(const kv_side *side, const char *row, int
             const vi transposed[4] = {_mm512_shuffle_i32x4(a, c, 0x88), _mm512_shuffle_i32x4(a, c, 0xDD),
                                       _mm512_shuffle_i32x4(b, d, 0x88), _mm512_shuffle_i32x4(b, d, 0xDD)};
             for (int i = 0; i < 4 && lane + 16 * i < side->padded_dim; i++)
-                _mm512_store_si512(out + ((lane / 16 + i) * 2 + part) * (TOKEN_TILES * TILE_BYTES) + 64 * line,
+                _mm512_store_si512(out + ((lane / 16 + i) * ROW_PARTS + part) * (TOKEN_TILES * TILE_BYTES) + 64 * line,
                                    transposed[i]);
         }
 }
@@ -189,6 +200,27 @@ static void KV(load_key_lanes)(const kv_side *side, const kv_tile *tile, int8_t 
         if (slot == side->block_size) slot = 0, block++;
     }
     for (int t = kv_whole_lanes(tile->count); t < KV_MATRIX_TILE; t += KV_LANES) vf_store(scales + t, vf_set1(0.0f));
+}
+
+/* Loads keys, codes of one part or float rows, (16 tokens, parts, padded_dim / 64, 16 lines, 64); returns the number of parts. */
+static int KV(load_key_bytes)(const kv_side *side, const kv_tile *tile, kv_room *room, int8_t *out, float *scales)
+{
+    typedef struct { KV_ALIGNED int8_t lines[2][KV_MAX_HEAD_DIM / TILE_DEPTH][TILE_BYTES]; } pass;
+    int8_t(*const lines)[KV_MAX_HEAD_DIM / TILE_DEPTH][TILE_BYTES] = KV_IN(room->pass, pass)->lines;
+    const int tiles = (side->padded_dim + TILE_DEPTH - 1) / TILE_DEPTH;
+    const char *rows[KV_MATRIX_TILE];
+    if (side->family != KV_FLOAT_ROWS) {
+        KV(load_key_lanes)(side, tile, out, scales);
+        return 1;
+    }
+    const int count = KV(find_rows)(side, tile, KV_LANES, rows);
+    for (int token = 0; token < count; token += KV_LANES) {
+        for (int t = 0; t < KV_LANES; t++)
+            scales[token + t] = KV(cut_row)(side, rows[token + t], tiles, lines[0][0] + 64 * t, lines[1][0] + 64 * t, TILE_BYTES);
+        for (int part = 0; part < ROW_PARTS; part++)
+            for (int i = 0; i < tiles; i++, out += TILE_BYTES) KV(transpose_lines)(lines[part][i], out);
+    }
+    return ROW_PARTS;
 }
 
 /* Loads the channels' scales and means of the tile's blocks. A score is sum q (c s + m) = sum (q s) (c - 16) + sum q (m + 16 s). */
@@ -239,7 +271,7 @@ static void KV(load_values)(const kv_side *side, const kv_tile *tile, kv_operand
     const int depth = KV_DEPTHS(side->dtype);
     const ptrdiff_t lane_bytes = (ptrdiff_t)(side->block_size / depth) * 64;
     const ptrdiff_t *block = tile->at;
-    operands->value_parts = side->family == KV_FLOAT_ROWS ? 2 : 1;
+    operands->value_parts = side->family == KV_FLOAT_ROWS ? ROW_PARTS : 1;
     const ptrdiff_t stride = operands->value_parts * (TOKEN_TILES * TILE_BYTES);
     for (int t = 0, slot = tile->first; t < tile->count; block++) {
         const char *at = tile->base + *block;

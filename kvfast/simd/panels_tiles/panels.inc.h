@@ -47,6 +47,24 @@ static inline __attribute__((always_inline)) void KV(attend_all)(
     KV(end_tiles)();
 }
 
+/* Loads keys, or the rotary part of latent rows, as bytes of *parts parts or in bfloat16 of *halves. */
+static void KV(load_keys)(const kv_side *side, const kv_tile *tile, kv_room *room, int *parts, int *halves, int8_t *out, float *scales,
+                          int32_t *starts)
+{
+    (void)starts;
+    *halves = 0;
+#if KV_TILE_UNIT
+    if (side->family == KV_FLOAT_ROWS && ROW_PARTS == 2) {
+        *halves = KV(load_key_halves)(side, tile, room, out);
+        return;
+    }
+#endif
+    *parts = KV(load_key_bytes)(side, tile, room, out, scales);
+#if !KV_TILE_UNIT
+    KV(find_starts)(out, *parts, kv_whole_lanes(tile->count), side->padded_dim, starts);
+#endif
+}
+
 /* Loads the keys of a tile, and the rotary part of latent rows. */
 static void KV(load_all_keys)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
                               kv_operands *operands)
@@ -55,21 +73,14 @@ static void KV(load_all_keys)(const kv_side *k, const kv_side *v, const kv_tile 
     operands->dim = k->padded_dim;
     operands->value_dim = v->as_keys ? k->padded_dim : v->padded_dim;
     operands->rope_dim = has_rope ? v->padded_dim : 0;
-    operands->num_blocks = operands->key_halves = operands->rope_halves = 0;
+    operands->num_blocks = operands->rope_halves = 0;
     operands->error = KV(error_of_unit)(k, k->dtype);
     operands->rope_error = KV(error_of_unit)(v, v->dtype);
-#if KV_TILE_UNIT
-    operands->key_parts = operands->rope_parts = 1;
-    if (k->family == KV_FLOAT_ROWS) operands->key_halves = KV(load_key_halves)(k, keys, operands->room, operands->keys);
-    else KV(load_key_lanes)(k, keys, operands->keys, operands->key_scales);
-    if (has_rope && v->family == KV_FLOAT_ROWS) operands->rope_halves = KV(load_key_halves)(v, values, operands->room, operands->rope);
-    else if (has_rope) KV(load_key_lanes)(v, values, operands->rope, operands->rope_scales);
-#else
-    operands->key_parts = KV(load_key_bytes)(k, keys, operands->room, operands->keys, operands->key_scales, operands->key_starts);
+    KV(load_keys)(k, keys, operands->room, &operands->key_parts, &operands->key_halves, operands->keys, operands->key_scales,
+                  operands->key_starts);
     if (has_rope)
-        operands->rope_parts = KV(load_key_bytes)(v, values, operands->room, operands->rope, operands->rope_scales,
-                                                  operands->rope_starts);
-#endif
+        KV(load_keys)(v, values, operands->room, &operands->rope_parts, &operands->rope_halves, operands->rope, operands->rope_scales,
+                      operands->rope_starts);
     if (k->means) KV(load_statistics)(k, keys, operands);
 }
 

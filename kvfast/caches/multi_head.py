@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -375,11 +376,12 @@ class HeadView(_Heads):
     _count = 1
 
     def __init__(self, cache: Any, i: int) -> None:
-        if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
+        if isinstance(i, (bool, np.bool_)) or not hasattr(i, "__index__"):
             raise TypeError(f"head must be an integer, got {shown(i)}")
+        i = operator.index(i)
         if not 0 <= i < cache.num_heads:
             raise IndexError(f"head must be between 0 and {cache.num_heads - 1}, got {i}")
-        self._cache, self._first = cache, int(i)
+        self._cache, self._first = cache, i
 
     @property
     def num_q_heads(self) -> int:

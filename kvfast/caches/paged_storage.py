@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from kvfast.caches.paged_sequence import PagedSequence
-from kvfast.core.checks import check_size, checked_lengths, checked_salt, checked_token_ids
+from kvfast.core.checks import check_positive, check_size, checked_lengths, checked_salt, checked_token_ids
 from kvfast.core.kernels import default_precision
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
@@ -168,6 +168,8 @@ class PagedStorage:
             raise TypeError(f"prompts must be a PromptCache, got {type(prompts).__name__}")
         if not isinstance(model, str):
             raise TypeError(f"model must be a str, got {shown(model)}")
+        if tokens_per_second is not None:
+            check_positive(tokens_per_second, "tokens_per_second")
         self._prompts = prompts, model, bool(save), tokens_per_second
 
     def block_table(self, sequences: Any) -> NDArray[np.int32]:
@@ -179,7 +181,8 @@ class PagedStorage:
             Column i has the blocks of the ``block_size`` positions from ``i * block_size``: -1 after the last block, and
             for blocks before a window.
         """
-        for sequence in self._own(sequences):
+        sequences = self._own(sequences)
+        for sequence in sequences:
             sequence._storage.check_plain()
         blocks = [table.map.block_row() for table in self._tables(sequences)]
         table = np.full((len(blocks), max([len(one) for one in blocks], default=0)), -1, np.int32)

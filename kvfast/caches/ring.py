@@ -31,7 +31,7 @@ class RingKVCache(SequenceCache, Splicing, States, StoredSequence, StorageProper
     """Key/value cache of a sliding window: constant memory for endless generation.
 
     Keeps the last `sliding_window` tokens, the first `num_sink_tokens` tokens permanently (attention sinks, StreamingLLM, arXiv
-    2309.17453), and `rollback` tokens before the window, so that `truncate` can go back exactly. Positions stay absolute:
+    2309.17453), and `rollback` tokens before the window, so that `truncate` finds a whole window again. Positions stay absolute:
     ``len(cache)`` counts all tokens that were ever complete, minus those that `truncate` removed.
 
     Parameters

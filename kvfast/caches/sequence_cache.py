@@ -102,8 +102,8 @@ class SequenceCache:
         of_k = self._transform(layer, qkv, k_norm, eps)
         if of_k is None:
             of_k = Transform(head_dim, k_norm, eps, name="k_norm", rotation=of_q)
-        elif cos is not None or sin is not None:
-            raise ValueError("a ring with a rope rotates queries and keys itself: leave out cos and sin")
+        elif cos is not None or sin is not None or interleaved:
+            raise ValueError("a ring with a rope rotates queries and keys itself: leave out cos, sin and interleaved")
         return self._storage.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
 
     def attend(

@@ -17,6 +17,7 @@ from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
 from kvfast.files.state import arrays_of, from_arrays, to_arrays
 from kvfast.storage.kinds import append_decoded, decoded, storage_of
+from kvfast.storage.sequences.heads import truncate_held
 from kvfast.storage.sequences.sequence import SequenceStorage
 from kvfast.storage.settings import full
 
@@ -173,10 +174,10 @@ class Snapshot(States, StorageProperties):
         Raises
         ------
         ValueError
-            If a ring has dropped some of them; see `RingKVCache.truncate`.
+            If there are fewer, or a ring has dropped some of them; see `RingKVCache.truncate`.
         """
         storage = self._storage.share()
-        storage.truncate(n)
+        truncate_held(storage, n)
         return Snapshot(self._settings, storage, None if self._token_ids is None else self._token_ids[:n], self._metadata, self._salt)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:

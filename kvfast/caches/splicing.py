@@ -104,6 +104,8 @@ class Splicing:
         ------
         ValueError, TypeError
             As in `splice`, and for positions out of range. The cache stays as it was.
+        CacheFullError
+            If a secure pool has no blocks for copies of those that are cut and shared with others.
 
         Notes
         -----

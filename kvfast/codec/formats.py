@@ -54,8 +54,8 @@ class KVFormat:
     num_recent_float_tokens : int
         Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a block is read as codes
         once it is full and this number of tokens follow it. So at most `block_size` - 1 further tokens are float16. With
-        `centring` or `per_channel` the number is at least 16. A rollback of this many tokens is exact. Sink tokens are read as
-        codes once blocks between them and the window are gone.
+        `centring` or `per_channel` the number is at least 16. After a rollback of at most this many counted tokens, later blocks
+        get the same codes. Sink tokens are read as codes once blocks between them and the window are gone.
     clip_search : bool
         Choose each token's INT4 scale for the least squared error, even if that clips the largest elements. Writing takes
         longer; reading does not.
@@ -307,7 +307,7 @@ def block_size_of(formats, block_size, default):
     if not blocks:
         return default if block_size is None else block_size
     (block,) = blocks
-    if block_size not in (None, block):
+    if block_size is not None and check_size(block_size, "block_size", 1) != block:
         raise ValueError(
             f"block_size must be {block}, the tokens that share the statistics of their keys in this format, got {block_size}"
         )

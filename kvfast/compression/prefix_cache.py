@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -119,6 +120,12 @@ class PrefixKVCache:
                 )
             layers.append(compressor.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1)))
         return cls(layers, max_seq_len, dtype, k_dtype, v_dtype)
+
+    def copy(self) -> Self:
+        """An independent deep copy, for example for another thread."""
+        return deepcopy(self)
+
+    __copy__ = copy
 
     def append(self, layer: int, k: ArrayLike, v: ArrayLike) -> None:
         """Store the keys and values of one or more tokens; see `KVCache.append`."""

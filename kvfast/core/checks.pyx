@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Checks of arguments that are numbers."""
 import math
+from numbers import Real
 
 import numpy as np
 
@@ -15,12 +16,15 @@ from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 
 cdef float check_number(object value, str name, bint positive) except? -1:
+    cdef float number
     try:
+        if isinstance(value, (str, bytes, bytearray)):  # which float() reads
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {shown(value)}") from None
     if not math.isfinite(number) or (positive and number <= 0):
-        raise ValueError(f"{name} must be a {'positive ' if positive else ''}finite number, got {shown(value)}")
+        raise ValueError(f"{name} must be a {'positive ' if positive else ''}finite number of float32, got {shown(value)}")
     return number
 
 
@@ -44,6 +48,12 @@ cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:
     if not 0 <= number < num_layers:
         raise IndexError(f"layer must be between 0 and {num_layers - 1}, got {shown(number)}")
     return number
+
+
+def check_positive(value, name, kind="number"):
+    """Raise ValueError unless this is a number above 0, perhaps infinity."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+        raise ValueError(f"{name} must be a positive {kind}, got {shown(value)}")
 
 
 def check_size(value, name, least, most=KV_UNLIMITED):
@@ -83,6 +93,8 @@ cdef object check_integers(object values, str name, object dtype, int ndim):
         array = np.asarray(values)
     except ValueError as error:  # lists of different lengths
         raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}: {error}") from None
+    if array.size == 0 and isinstance(values, (list, tuple)):  # whose dtype NumPy has made up
+        array = array.astype(dtype)
     if array.ndim != ndim or array.dtype.kind not in "iu":
         raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
                                      f"{array.dtype} of shape {array.shape}")

@@ -117,7 +117,7 @@ def as_float32(array, name):
 
 def aligned(array, dtype=None):
     """A C-contiguous ndarray whose elements lie at their alignment, for pointers and typed views; a copy if need be."""
-    array = np.ascontiguousarray(array, dtype)
+    array = np.asarray(array, dtype, order="C")
     return array if array.flags.aligned else array.copy()
 
 
@@ -125,6 +125,8 @@ def as_numbers(array, name):
     """Any numbers, as of a weight or a table, as float32 for pointers and typed views; uint16 are the bits of bfloat16."""
     array = as_array(array, name)
     try:
+        if array.dtype.kind not in "biufV":  # those of ml_dtypes are V
+            raise TypeError
         return aligned(as_float32(array, name) if array.dtype == np.uint16 else array, np.float32)
     except (TypeError, ValueError) as error:  # whose text has the value that is not a number
         raise type(error)(f"{name} must be numbers, got {array.dtype} of shape {array.shape}") from None

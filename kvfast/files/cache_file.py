@@ -23,6 +23,7 @@ from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import state
 
+_SPARE_BYTES = 1 << 20  # more than a header and the heap's own
 ALIGNMENT = 4096  # of the tensors in a file, so that they can be mapped: a page, which is also whole cache lines
 BYTES_AT_ONCE = 1 << 20  # bytes that are read at a time, and then hashed while they are in the processor's cache
 FEW_BYTES = 1 << 20  # of a file: one thread has read and hashed them before others have begun
@@ -44,7 +45,10 @@ def to_bytes(settings, storage, token_ids, metadata, is_salted):
     """The bytes of the file that `write` writes."""
     library = _import("safetensors.numpy")
     tensors = _tensors_of(storage, token_ids)
-    return library.save(tensors, _metadata_of(tensors, state.header_of(settings, storage, metadata, is_salted)))
+    header = _metadata_of(tensors, state.header_of(settings, storage, metadata, is_salted))
+    # The library makes the bytes and copies them. If there is no memory for that, it ends the process; this raises MemoryError.
+    np.empty(2 * sum(tensor.nbytes for tensor in tensors.values()) + _SPARE_BYTES, np.uint8)
+    return library.save(tensors, header)
 
 
 def _tensors_of(storage, token_ids):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvfast.core.text import shown
+from kvfast.core.checks import check_positive
 from kvfast.files.cache_file import need_files
 from kvfast.prompts.patient import PatientStore
 from kvfast.prompts.stores.store import Store
@@ -22,7 +22,6 @@ def open_patiently(
         raise TypeError(f"secret must be bytes, got {type(secret).__name__}")
     if len(secret) > 64:
         raise ValueError(f"secret must be at most 64 bytes, got {len(secret)}")  # and no message shows it
-    if not isinstance(time_limit, (int, float)) or not time_limit > 0:
-        raise ValueError(f"time_limit must be a positive number of seconds, got {shown(time_limit)}")
+    check_positive(time_limit, "time_limit", "number of seconds")
     need_files()
     return PatientStore(store if isinstance(store, Store) else open_store(store, max_bytes=max_bytes, near=near), time_limit)

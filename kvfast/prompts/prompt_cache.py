@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 
 from kvfast.caches.stored_sequence import StoredSequence, know_tokens, storage_in
-from kvfast.core.checks import check_size, checked_token_ids
-from kvfast.core.text import shown
+from kvfast.core.checks import check_positive, check_size, checked_token_ids
 from kvfast.errors import CacheFullError
 from kvfast.files import chunk_bytes
 from kvfast.prompts.chain import key_of
@@ -327,8 +326,8 @@ class PromptCache:
 
     def _prompt(self, cache, token_ids, model, salt, tokens_per_second=None):
         self._check_open()
-        if tokens_per_second is not None and not (isinstance(tokens_per_second, (int, float)) and tokens_per_second > 0):
-            raise ValueError(f"tokens_per_second must be a positive number, got {shown(tokens_per_second)}")
+        if tokens_per_second is not None:
+            check_positive(tokens_per_second, "tokens_per_second")
         return Prompt(cache, token_ids, model, salt, self.chunk_tokens, self._secret)
 
     def _put(self, key, value):

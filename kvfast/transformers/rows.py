@@ -238,10 +238,18 @@ class Rows:
 
     # --- between steps ---
 
+    def _is_whole(self):
+        """Whether all layers got the tokens of the last step. If not, the next mask will show whether the step ended."""
+        return not self._expected and len(set(self.seen)) <= 1
+
+    def _check_whole_step(self):
+        if not self._is_whole():
+            raise RuntimeError(f"the last step did not reach every layer (they have seen {self.seen} tokens): reset() the cache")
+
     def _advance(self):
         """Count the tokens that all layers got as complete."""
-        if self._expected or len(set(self.seen)) > 1:
-            return  # not all of them: the next mask will show whether the step ended
+        if not self._is_whole():
+            return
         for row in self.rows:
             new = row.layer_length(0) - len(row)
             if new:
@@ -255,31 +263,40 @@ class Rows:
 
     def settled(self):
         """The rows, between two steps."""
-        if not self.is_settled():
-            raise RuntimeError(f"the last step did not reach every layer (they have seen {self.seen} tokens): reset() the cache")
+        self._check_whole_step()
+        self._advance()
         return self.rows
 
     def lengths_after(self, count):
         """Tokens of each row once the last `count`, padding included, are dropped."""
-        rows, keep = self.settled(), max(self.seen[0] - count, 0)
-        drops = [self.seen[0] - keep] * len(rows) if self._padding is None else self._padding[:, keep:].sum(1)
-        return [len(row) - int(drop) for row, drop in zip(rows, drops)]
+        self._check_whole_step()
+        keep = max(self.seen[0] - count, 0)
+        drops = [self.seen[0] - keep] * len(self.rows) if self._padding is None else self._padding[:, keep:].sum(1)
+        return [row.layer_length(0) - int(drop) for row, drop in zip(self.rows, drops)]
 
     def crop(self, count, states=None):
         """Drop the last `count` tokens of every row, padding included. `states`: those of each row after the tokens that stay, where
         there need be no checkpoint."""
-        rows, keep = self.settled(), max(self.seen[0] - count, 0)
+        lengths, keep = self.lengths_after(count), max(self.seen[0] - count, 0)
+        if states is None and all(n >= len(row) for row, n in zip(self.rows, lengths)):
+            for row, n in zip(self.rows, lengths):  # rejected drafts leave no trace if nobody has counted them
+                row.truncate(len(row), keep=range(n - len(row)))
+        else:
+            self._crop_counted(lengths, states)
+        self.seen = [keep] * len(self.seen)
+        if self._padding is not None:
+            self._padding = self._padding[:, :keep]
+
+    def _crop_counted(self, lengths, states):
+        rows = self.settled()
         snapshots = [row.snapshot() for row in rows] if len(rows) > 1 else []
         try:
-            for row, n, own in zip(rows, self.lengths_after(count), states or [None] * len(rows)):
+            for row, n, own in zip(rows, lengths, states or [None] * len(rows)):
                 storage_in(row).truncate(n, None, own if n else None)
         except ValueError:
             for row, snapshot in zip(rows, snapshots):
                 row.restore(snapshot)
             raise
-        self.seen = [keep] * len(self.seen)
-        if self._padding is not None:
-            self._padding = self._padding[:, :keep]
 
     def select(self, indices):
         """Let the batch be the rows of some indices; one that is named twice is shared until it is written."""

@@ -516,3 +516,17 @@ class TestFiles:
             with pytest.raises(error, match=message):
                 cache.push_tokens(keys, values)
             assert len(cache) == 5
+
+
+def test_a_snapshot_of_evicted_heads_keeps_what_is_held(rng):
+    cache = kvfast.MultiHeadKVCache(2, MultiHeadConfig(head_dim=32))
+    cache.push_tokens(*rng.standard_normal((2, 60, 2, 32)).astype(np.float32))
+    cache.evict_outside_window(10)
+    snapshot = cache.snapshot()
+    short = snapshot.truncated(5)
+    cache.truncate(5)
+    assert len(snapshot) == 10 and len(short) == 5
+    cache.restore(short)
+    assert len(cache) == 5 and np.array_equal(cache.head(np.array(1)).k(), cache.head(1).k())
+    with pytest.raises(ValueError, match="n must be between 0 and the 10 tokens of the cache, got 55"):
+        snapshot.truncated(55)

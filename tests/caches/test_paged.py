@@ -479,3 +479,17 @@ def test_a_prefix_as_computed(rng, dtype, window):
                 sequence.advance(3)
         q = queries(rng, 5)[: min(5, n)]
         assert np.array_equal(found.attend(0, q), computed.attend(0, q))
+
+
+def test_sequences_of_an_iterator():
+    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=4)
+    sequences = [pool.new_sequence(), pool.new_sequence()]
+    sequences[0].append(0, *np.ones((2, 3, 2, 64), np.float32))
+    assert np.array_equal(pool.block_table(iter(sequences)), pool.block_table(sequences))
+    assert pool.block_table(iter(sequences)).shape == (2, 1)
+
+
+def test_no_blocks():
+    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=4)
+    assert pool.seal_blocks([]).shape == (0,)
+    pool.take_blocks(())

@@ -538,3 +538,22 @@ def test_values_of_another_width():
     rope = ROPES["part"]
     model = Model(kvfast.KVCache(1, HEADS, 32, dtype="int4", v_head_dim=48), rope).append(90)
     model.splice(Model(kvfast.KVCache(1, HEADS, 32, dtype="int4", v_head_dim=48), rope, 4).append(150)).append(10).drop(5, 100).check(3)
+
+
+def test_a_refused_drop_of_a_secure_pool_takes_no_block():
+    """Two blocks are cut, one is free: a known one, which stays to be found."""
+    rows = lambda n: np.ones((2, n, 1, 16), np.float32)
+    pool = kvfast.PagedKVCache(1, 1, 16, num_blocks=4, block_size=16, dtype="int8", secure=True)
+    sequence = pool.new_sequence()
+    sequence.append(0, *rows(48))
+    sequence.advance(48)
+    fork = sequence.fork()
+    known = pool.new_sequence()
+    known.append(0, *rows(16))
+    known.advance(16, range(16))
+    known.free()
+    with pytest.raises(kvfast.CacheFullError) as told:
+        sequence.drop(5, 20, rope=None)
+    assert (told.value.needed, told.value.free) == (2, 1)
+    assert (pool.num_free_blocks, pool.num_cached_blocks, len(sequence)) == (1, 1, 48)
+    assert fork.is_spliced is sequence.is_spliced is False

@@ -162,3 +162,36 @@ def test_explain_of_a_batch_counts_all_sequences(rng):
         sequence.append(0, *tokens(rng, n))
     plan = pool.explain_batch(0, (2, HEADS, 20), some)
     assert plan.uncounted == 53 and any("53 tokens were never counted" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
+@pytest.mark.parametrize("dtype", ["int4", "k8v4-recent", "k4v3", "int8"])
+@pytest.mark.parametrize("length", [63, 78, 79, 80, 143])
+def test_guesses_that_nobody_counted_leave_no_trace(kind, dtype, length):
+    """Also where their number would seal a block or release its floats."""
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 200, 2, 64), np.float32)
+    q = rng.standard_normal((1, 8, 64), np.float32)
+
+    def outputs(guesses, right):
+        if kind == "paged":
+            cache = kvfast.PagedKVCache(1, 2, 64, num_blocks=8, dtype=dtype).new_sequence()
+        else:
+            cache = kvfast.KVCache(1, 2, 64, dtype=dtype) if kind == "contiguous" else kvfast.RingKVCache(1, 2, 64, 150, dtype=dtype)
+        cache.append(0, k[:length], v[:length])
+        cache.advance(length)
+        if guesses:
+            rows = [*range(length, length + right), *range(190 - guesses + right, 190)]
+            cache.append(0, k[rows], v[rows])
+            cache.truncate(length, keep=range(right))
+        elif right:
+            cache.append(0, k[length : length + right], v[length : length + right])
+        if right:
+            cache.advance(right)
+        for i in range(length + right, length + 20):
+            cache.append(0, k[i : i + 1], v[i : i + 1])
+            yield cache.attend(0, q).tobytes()
+            cache.advance(1)
+
+    for right in (0, 1, 3):
+        assert list(outputs(12, right)) == list(outputs(0, right))

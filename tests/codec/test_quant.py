@@ -117,3 +117,11 @@ def test_bad_input(rng):
         kvfast.dequantize(codes, scales, np.empty((2, 3, 7), np.float32))
     with pytest.raises(ValueError, match="writable"):
         kvfast.dequantize(codes, scales, np.empty((2, 8, 3), np.float32).transpose(0, 2, 1))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_one_row(bits):
+    row = np.linspace(-1, 1, 64, dtype=np.float32)
+    codes, scale = kvfast.quantize(row, bits=bits)
+    assert scale.shape == ()
+    assert np.array_equal(kvfast.dequantize(codes, scale), kvfast.dequantize(codes[None], scale[None])[0])

@@ -1,5 +1,6 @@
 """Caches into compressed form and back, compressed prefixes with live tokens, and files."""
 
+import copy
 import json
 
 import numpy as np
@@ -289,3 +290,16 @@ def test_a_prefix_tells_of_tokens_that_were_not_counted(rng):
     with pytest.raises(ValueError, match=r"layers hold 7 tokens that were never counted.*advance\(7\)"):
         PrefixKVCache.compress(cache, COMPRESSOR)
     assert len(PrefixKVCache.compress(cache, COMPRESSOR, uncounted="drop")) == 100
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, kvfast.PrefixKVCache.copy])
+def test_a_copy_goes_its_own_way(rng, copied):
+    k, v = rng.standard_normal((2, 100, 2, 64)).astype(np.float32)
+    cache = kvfast.KVCache(1, 2, 64, dtype="float16")
+    cache.append(0, k, v)
+    cache.advance(100)
+    one = kvfast.PrefixKVCache.compress(cache, kvfast.KVCacheCompressor(kvfast.Hybrid(quant_bits=8)))
+    other = copied(one)
+    other.append(0, k[:3], v[:3])
+    other.advance(3)
+    assert len(one) == 100 and len(other) == 103

@@ -897,3 +897,28 @@ def test_fuzz_with_little_memory():
         "fuzz(2000, seed=2)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
+def test_bytes_that_memory_has_no_room_for():
+    """The library would end the process."""
+    script = (
+        "import resource, numpy as np, kvfast\n"
+        "def snapshot(n):\n"
+        "    cache = kvfast.KVCache(1, 8, 128, dtype='float32')\n"
+        "    cache.append(0, *np.ones((2, n, 8, 128), np.float32))\n"
+        "    cache.advance(n)\n"
+        "    return cache.snapshot()\n"
+        "large = snapshot(8000)\n"
+        "snapshot(3).to_bytes()\n"
+        "refused = 0\n"
+        "for room in range(20, 161, 20):\n"
+        "    used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (used + (room << 20), resource.RLIM_INFINITY))\n"
+        "    try:\n"
+        "        large.to_bytes()\n"
+        "    except MemoryError:\n"
+        "        refused += 1\n"
+        "assert 1 <= refused < 8, refused\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -262,3 +262,34 @@ def test_errors_that_name_the_argument():
     pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=2)
     with pytest.raises(TypeError, match="sequences must be a list, got one Sequence"):
         pool.slot_mapping(pool.new_sequence(), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"softcap": 1e-46}, "softcap must be a positive finite number of float32, got 1e-46"),
+        ({"scale": "0.1"}, "scale must be a number, got '0.1'"),
+        ({"scale": b"1"}, "scale must be a number, got a bytes"),
+        ({"sinks": np.array([1 + 5j] * 4)}, "sinks must be numbers, got complex128"),
+        ({"sinks": ["3"] * 4}, "sinks must be numbers, got <U1"),
+        ({"alibi_slopes": np.zeros(4, "M8[s]")}, "alibi_slopes must be numbers, got datetime64"),
+    ],
+)
+def test_numbers_that_are_none(options, text):
+    cache = kvfast.KVCache(1, 2, 64)
+    cache.append(0, *np.ones((2, 3, 2, 64), np.float32))
+    with pytest.raises((TypeError, ValueError), match=text):
+        cache.attend(0, np.ones((1, 4, 64), np.float32), **options)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_a_block_size_that_is_no_integer(dtype):
+    with pytest.raises(TypeError, match=r"block_size must be an integer, got 64\.0"):
+        kvfast.KVCache(1, 2, 64, dtype=dtype, block_size=64.0)
+
+
+def test_a_ring_with_a_rope_has_its_own_pairs():
+    ring = kvfast.RingKVCache(1, 2, 64, 8, rope=kvfast.Rope())
+    with pytest.raises(ValueError, match="leave out cos, sin and interleaved"):
+        ring.write(0, np.ones((3, 512), np.float32), interleaved=True)
+    assert ring.layer_length(0) == 0

@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvfast.core.checks import check_positive
 from kvfast.core.text import shown
 
 if TYPE_CHECKING:
@@ -118,8 +119,9 @@ def check_key(key: str) -> str:
 
 def check_timeout(timeout: float) -> float:
     """The time limit of a server in seconds; ValueError if it is not positive and finite."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout must be a positive number of seconds, got {shown(timeout)}")
+    check_positive(timeout, "timeout", "number of seconds")
+    if timeout == float("inf"):
+        raise ValueError("timeout must be a finite number of seconds, got inf")
     return float(timeout)
 
 

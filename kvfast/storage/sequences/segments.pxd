@@ -33,7 +33,7 @@ cdef class SplicedReader:
 cdef FrozenTables share_tables(list tables)
 cdef FrozenTables copy_tables(list tables, list live)
 cdef list cut(list segments, Py_ssize_t begin, Py_ssize_t end)
-cdef Segment narrowed(Segment segment)
+cdef list narrowed(list segments, Py_ssize_t more)
 cdef list frozen_of(list segments)
 cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) except -1
 cdef list copied(list segments, list live)

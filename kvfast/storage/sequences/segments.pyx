@@ -83,18 +83,43 @@ cdef list cut(list segments, Py_ssize_t begin, Py_ssize_t end):
     return [segment.part(begin, end) for segment in segments if segment.start < end and begin < segment.end()]
 
 
-cdef Segment narrowed(Segment segment):
-    """A segment with tables of its own, if these can do without some of the blocks; in a secure pool without any other token."""
+cdef bint _is_narrow(Segment segment):
+    """Whether the tables of a segment cannot do without a block; in a secure pool, whether they have no other token."""
     cdef BlockTable table
-    cdef Segment other
     if segment.frozen is None:
-        return segment
+        return True
     table = segment.frozen.tables[0]
-    if (segment.first // table.pool.block_size == table.map.skipped
+    return (segment.first // table.pool.block_size == table.map.skipped
             and (segment.last + table.pool.block_size - 1) // table.pool.block_size == table.map.end()
-            and (not table.pool.secure or segment.first == segment.frozen.wiped and segment.last == table.longest())):
-        return segment
-    other = segment.part(segment.start, segment.end())
+            and (not table.pool.secure or segment.first == segment.frozen.wiped and segment.last == table.longest()))
+
+
+cdef Py_ssize_t _num_cut(Segment segment):
+    """Number of blocks that a segment begins or ends inside of."""
+    cdef BlockTable table = segment.frozen.tables[0]
+    cdef Py_ssize_t size = table.pool.block_size
+    cdef bint begins = segment.first % size != 0, ends = segment.last % size != 0 and segment.last < table.longest()
+    return begins + (ends and not (begins and segment.first // size == segment.last // size))
+
+
+cdef list narrowed(list segments, Py_ssize_t more):
+    """Segments with tables of their own, where these can do without some of the blocks; in a secure pool without any other token.
+    CacheFullError, before anything changes, if a shared pool lacks the blocks for that and `more` others."""
+    cdef BlockTable table
+    cdef Segment segment
+    cdef list wide = [segment for segment in segments if not _is_narrow(segment)]
+    for segment in wide:
+        more += _num_cut(segment)
+    for segment in wide[:1]:
+        table = segment.frozen.tables[0]
+        if table.pool.secure and table.pool.is_shared:
+            table.pool.ensure(more)
+    return [segment if _is_narrow(segment) else _alone(segment) for segment in segments]
+
+
+cdef Segment _alone(Segment segment):
+    cdef BlockTable table
+    cdef Segment other = segment.part(segment.start, segment.end())
     other.frozen = share_tables(segment.frozen.tables)
     for table in other.frozen.tables:
         table.own(segment.last)

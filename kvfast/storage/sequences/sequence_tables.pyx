@@ -223,7 +223,8 @@ cdef class SequenceTables:
         if self.segments is not None and n <= (<Segment>self.segments[-1]).end():
             kept, segments = 0, cut(self.segments, 0, n)
             if segments:
-                segments[-1] = last = narrowed(segments[-1])
+                segments[-1:] = narrowed(segments[-1:], 0)
+                last = segments[-1]
                 if len(segments) == 1 and last.frozen is not None and last.first == 0 and last.shift == 0:
                     return self._keep_plain(last)
                 kept = last.last if last.frozen is None else 0

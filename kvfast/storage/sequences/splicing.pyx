@@ -143,7 +143,7 @@ def splice(SequenceStorage storage, list parts, ropes, Py_ssize_t recomputed, be
             added = _segments_in(storage, part)
             _move(added, end - recomputed, ropes)
             end += part.length - recomputed
-            segments += [narrowed(<Segment>segment) for segment in cut(added, length if recomputed else 0, end)]
+            segments += narrowed(cut(added, length if recomputed else 0, end), 0)
         frozen = frozen_of(segments)
         if begin is not None:
             begin()
@@ -181,9 +181,10 @@ def drop(SequenceStorage storage, first, last, ropes, truncate, begin=None):
         _move(behind, low - high, ropes)
         if (<Segment>behind[-1]).frozen is None:
             before = _frozen(storage, before)  # the tables themselves go on after the gap
-        segments = [narrowed(<Segment>segment) for segment in before + behind]
-        frozen = frozen_of(segments)
         live = [segment for segment in behind if (<Segment>segment).frozen is None][:1]  # others follow it in the same tables
+        segments = narrowed(before + behind, sum([(<BlockTable>storage.tables[0]).is_shared_at((<Segment>segment).first)
+                                                  for segment in live]))
+        frozen = frozen_of(segments)
         for segment in live:
             for table in storage.tables:
                 table.own(segment.first)

@@ -48,6 +48,7 @@ cdef class BlockTable:
     cdef int cut(self, Py_ssize_t n) except -1
     cdef int drop_front(self, Py_ssize_t first) except -1
     cdef int wipe_before(self, Py_ssize_t first) except -1
+    cdef bint is_shared_at(self, Py_ssize_t position) noexcept nogil
     cdef int own(self, Py_ssize_t position) except -1
     cdef int32_t _copy_frozen(self, Py_ssize_t at) except -1
     cdef int _wipe_behind(self, Py_ssize_t index) except -1

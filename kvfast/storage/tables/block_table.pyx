@@ -241,12 +241,16 @@ cdef class BlockTable:
         self.map.blocks[at] = block
         return before
 
+    cdef bint is_shared_at(self, Py_ssize_t position) noexcept nogil:
+        """Whether a table of a secure pool that is cut at this position cuts a block that others own, too."""
+        return (self.pool.secure and position % self.pool.block_size != 0 and 0 <= position < self.longest()
+                and self.pool.is_frozen(self.map.blocks[entry_of(self.map, position // self.pool.block_size)]))
+
     cdef int own(self, Py_ssize_t position) except -1:
         """Before a table of a secure pool is cut inside of a block: have this block alone, so that what is cut off can be overwritten.
         CacheFullError changes nothing."""
         cdef Py_ssize_t at = entry_of(self.map, position // self.pool.block_size)
-        if (not self.pool.secure or position % self.pool.block_size == 0 or not 0 <= position < self.longest()
-                or not self.pool.is_frozen(self.map.blocks[at])):
+        if not self.is_shared_at(position):
             return 0
         self.pool.ensure(1)
         if self.pool.floats is not None:

@@ -50,9 +50,9 @@ cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:
     return number
 
 
-def check_positive(value, name, kind="number"):
-    """Raise ValueError unless this is a number above 0, perhaps infinity."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+def check_positive(value, name, kind="number", finite=False):
+    """Raise ValueError unless this is a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0 or finite and math.isinf(value):
         raise ValueError(f"{name} must be a positive {kind}, got {shown(value)}")
 
 

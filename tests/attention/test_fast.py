@@ -230,3 +230,24 @@ def test_other_names_are_refused(rng):
         check=False,
     )
     assert "KVFAST_PRECISION in the environment: precision must be 'exact', 'fast' or None, got 'half'" in run.stderr
+
+
+@pytest.mark.parametrize("num_queries", [1, 16, 64])
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4"])
+@pytest.mark.parametrize("loud", [100, 252, 500])
+def test_small_weights_of_values_that_alternate(isa, num_queries, dtype, loud):
+    """Weights of about half a unit are rounded without a pattern that the values could have, too."""
+    tokens, dim = 1024, 64
+    for period in (1, 2, 3, 8, 13, 16, 32):
+        k, v = np.zeros((2, tokens, 1, dim), np.float32)
+        v[np.arange(tokens), 0, np.arange(tokens) // period % 2] = 1
+        v[::128] = 0
+        v[::128, 0, 40] = loud
+        cache = kvfast.KVCache(1, 1, dim, dtype=dtype)
+        cache.append(0, k, v)
+        cache.advance(tokens)
+        with kvfast.use_isa(isa):
+            got = cache.attend(0, np.zeros((num_queries, 1, dim), np.float32), precision="fast", causal=False)[0, 0]
+        values = cache.v(0)[:, 0].astype(np.float64)
+        error = np.linalg.norm(got - values.mean(0)) / np.linalg.norm(values, axis=1).mean()
+        assert error < 0.03, (period, error)

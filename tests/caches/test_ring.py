@@ -182,7 +182,7 @@ def test_rotation_in_write(rng):
     for call in (ring.append, ring.write):
         with pytest.raises(kvfast.DimensionMismatchError):
             call(0, *[np.ones((0, 2, 64), np.float32)] * (1 + (call == ring.append)))
-    with pytest.raises(ValueError, match="leave out cos and sin"):
+    with pytest.raises(ValueError, match="leave out cos, sin and interleaved"):
         ring.write(0, qkv.reshape(70, -1), cos=np.ones((99, 32)), sin=np.ones((99, 32)))
 
 

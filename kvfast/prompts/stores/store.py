@@ -119,9 +119,7 @@ def check_key(key: str) -> str:
 
 def check_timeout(timeout: float) -> float:
     """The time limit of a server in seconds; ValueError if it is not positive and finite."""
-    check_positive(timeout, "timeout", "number of seconds")
-    if timeout == float("inf"):
-        raise ValueError("timeout must be a finite number of seconds, got inf")
+    check_positive(timeout, "timeout", "number of seconds", finite=True)
     return float(timeout)
 
 

@@ -11,16 +11,6 @@ static inline __attribute__((always_inline)) void KV(fast_exp2)(vf x[4])
     KV_FOR4(i, 4, x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x[i], vf_set1(-126.0f), _CMP_NLT_UQ), y[i], x[i]););
 }
 
-/* What is added to the weights of a tile before they are cut off: 1/256 to 255/256 in steps of 1/128, in bit-reversed order, so that
-   those of neighbours are far apart. So weights far below 1 keep their sum. */
-#define KV_SPREAD2(x) x, (x) + 0.5f
-#define KV_SPREAD4(x) KV_SPREAD2(x), KV_SPREAD2((x) + 0.25f)
-#define KV_SPREAD8(x) KV_SPREAD4(x), KV_SPREAD4((x) + 0.125f)
-#define KV_SPREAD16(x) KV_SPREAD8(x), KV_SPREAD8((x) + 0.0625f)
-#define KV_SPREAD32(x) KV_SPREAD16(x), KV_SPREAD16((x) + 0.03125f)
-#define KV_SPREAD64(x) KV_SPREAD32(x), KV_SPREAD32((x) + 0.015625f)
-static const KV_ALIGNED float KV(fractions)[KV_MATRIX_TILE] = {KV_SPREAD64(0.00390625f), KV_SPREAD64(0.01171875f)};
-
 /* The base-2 logarithms of a tile's scales of values, to 1.2e-4; of 0 a large negative number. A polynomial of degree 4 interpolates
    that of a mantissa in the Chebyshev nodes of 1 to 2. */
 static void KV(find_value_logs)(kv_operands *operands)

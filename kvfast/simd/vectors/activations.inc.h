@@ -134,9 +134,20 @@ static unsigned KV(rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdi
     return rows;
 }
 
+#if KV_FAST
+/* The fractions of a unit that weights are rounded with, between 0 and 1 with a mean of 1/2: i x 0.618..., less its integer part. Whole
+   numbers times the golden ratio lie evenly between integers, and so does every second of them, or third. So weights below a unit keep
+   their sum, also those of values that alternate (Weyl, Ueber die Gleichverteilung von Zahlen mod. Eins, 1916). */
+#define KV_EVEN(i) (float)((i) * 0.6180339887 - (int)((i) * 0.6180339887) + 0.0048)
+#define KV_EVEN4(i) KV_EVEN(i), KV_EVEN((i) + 1), KV_EVEN((i) + 2), KV_EVEN((i) + 3)
+#define KV_EVEN16(i) KV_EVEN4(i), KV_EVEN4((i) + 4), KV_EVEN4((i) + 8), KV_EVEN4((i) + 12)
+#define KV_EVEN64(i) KV_EVEN16(i), KV_EVEN16((i) + 16), KV_EVEN16((i) + 32), KV_EVEN16((i) + 48)
+static const KV_ALIGNED float KV(fractions)[KV_MATRIX_TILE] = {KV_EVEN64(0), KV_EVEN64(64)};
+#endif
+
 /* Cuts up to KV_QUAD rows of n floats, times their inverse scales, into the activations that dot_quad reads. sums[r] is the sum
    of row r. With `zeros`, each activation counts as many times as its zero says. With `carry`, each rounding error is added to the
-   next float of the same lane, 16 floats on. */
+   next float of the same lane, 16 floats on; lanes of the fast precision begin with different ones. */
 static inline __attribute__((always_inline)) void KV(put_activations)(
     const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse, int8_t *x, int32_t *sums,
     const int carry, const float *zeros)
@@ -144,7 +155,13 @@ static inline __attribute__((always_inline)) void KV(put_activations)(
     vi sum[KV_QUAD], value[KV_QUAD];
     vf product[KV_QUAD];
     vf left[KV_LANES / W][KV_QUAD];
-    for (int lane = 0; lane < KV_LANES / W; lane++) KV_FOR4(r, KV_QUAD, left[lane][r] = vf_set1(0.0f););
+    for (int lane = 0; lane < KV_LANES / W; lane++) {
+        vf begin = vf_set1(0.0f);
+#if KV_FAST
+        if (carry) begin = vf_sub(vf_load(KV(fractions) + lane * W), vf_set1(0.5f));
+#endif
+        KV_FOR4(r, KV_QUAD, left[lane][r] = begin;);
+    }
     KV_FOR4(r, KV_QUAD, sum[r] = value[r] = vi_set1(0); product[r] = vf_set1(0.0f););
     for (ptrdiff_t i = 0; i < n; i += KV_LANES)
         for (int lane = 0; lane < KV_LANES / W; lane++) {

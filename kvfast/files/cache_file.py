@@ -23,7 +23,7 @@ from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import state
 
-_SPARE_BYTES = 1 << 20  # more than a header and the heap's own
+_SPARE_BYTES = 1 << 20  # more than a header takes
 ALIGNMENT = 4096  # of the tensors in a file, so that they can be mapped: a page, which is also whole cache lines
 BYTES_AT_ONCE = 1 << 20  # bytes that are read at a time, and then hashed while they are in the processor's cache
 FEW_BYTES = 1 << 20  # of a file: one thread has read and hashed them before others have begun

@@ -409,7 +409,7 @@ class PagedStorage:
         return self._batches.pool
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} cannot be pickled; save its sequences to files that are safe to load")
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied; save its sequences to files that are safe to load")
 
     def __repr__(self) -> str:
         return (

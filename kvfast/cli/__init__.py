@@ -352,7 +352,10 @@ def _positive(text):
 
 
 def _gigabytes(text):
-    value = float(text) * 1e9
+    try:
+        value = float(text) * 1e9
+    except ValueError:
+        value = 0
     if not 1 <= value < UNLIMITED:
         raise argparse.ArgumentTypeError(f"{text} is not a number of gigabytes above 0")
     return int(value)

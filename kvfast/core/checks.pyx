@@ -116,7 +116,10 @@ cdef bint rises(const int32_t[::1] values) noexcept:
 
 def checked_token_ids(token_ids, count=None):
     """Token ids as a new int64 array. ValueError if they are not integers, or not `count` of them if that is given."""
-    array = np.asarray(token_ids)
+    try:
+        array = np.asarray(token_ids)
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"token_ids must be integers of shape (num_tokens,): {error}") from None
     if array.ndim != 1 or count is not None and len(array) != count or array.size and array.dtype.kind not in "iu":
         wanted = "integers of shape (num_tokens,)" if count is None else f"{count} integers"
         raise ValueError(f"token_ids must be {wanted}, got {array.dtype} of shape {array.shape}")

@@ -139,6 +139,8 @@ def _opened(path):
     """The content of a file, after its structure and header are checked; errors name the file."""
     try:
         path = os.fsdecode(path)
+        if "\0" in path:
+            raise ValueError("source must be a path, got bytes with a 0: Snapshot.from_bytes reads those of a file")
         while True:
             with open(path, "rb", buffering=0) as file:
                 content = _Content(file, path)

@@ -260,7 +260,7 @@ def _fields(text):
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"the header is not JSON: {error}") from None
     if not isinstance(fields, dict) or type(fields.get("version")) is not int or fields["version"] < 0:
-        raise CorruptFileError("the header is not a kvfast header")
+        raise CorruptFileError("the header is not a kvfast header of a cache (CompressedKV.load reads compressed keys and values)")
     if fields["version"] != VERSION:
         raise IncompatibleSnapshotError(f"the format has version {fields['version']}; this kvfast reads version {VERSION}")
     try:

@@ -124,7 +124,7 @@ class PromptCache:
             Whether the store has the prompt, or, with `background`, will write it. False if the cache is empty, or if it alone exceeds
             `max_bytes`.
         """
-        return self._save(_checked_cache(cache).snapshot(token_ids, uncounted=uncounted), cache, model, salt, True)
+        return self._save(cache, token_ids, model, salt, uncounted, True)
 
     def save_chunks(
         self,
@@ -139,9 +139,12 @@ class PromptCache:
 
         Parameters and result are those of `save`.
         """
-        return self._save(_checked_cache(cache).snapshot(token_ids, uncounted=uncounted), cache, model, salt, False)
+        return self._save(cache, token_ids, model, salt, uncounted, False)
 
-    def _save(self, snapshot, cache, model, salt, with_end):
+    def _save(self, cache, token_ids, model, salt, uncounted, with_end):
+        if token_ids is None:
+            raise TypeError("token_ids must be integers of shape (num_tokens,), got None")
+        snapshot = _checked_cache(cache).snapshot(token_ids, uncounted=uncounted)
         if not len(snapshot):
             return False
         prompt, deadline = self._prompt(cache, snapshot.token_ids, model, salt), self._patient.deadline()

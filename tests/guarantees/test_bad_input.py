@@ -1,5 +1,6 @@
 """Bad input gets a clear error, and changes nothing."""
 
+import copy
 import subprocess
 import sys
 
@@ -293,3 +294,21 @@ def test_a_ring_with_a_rope_has_its_own_pairs():
     with pytest.raises(ValueError, match="leave out cos, sin and interleaved"):
         ring.write(0, np.ones((3, 512), np.float32), interleaved=True)
     assert ring.layer_length(0) == 0
+
+
+def test_more_errors_that_tell_the_way_out(tmp_path):
+    cache, rows = kvfast.KVCache(1, 2, 64, dtype="int8"), np.ones((3, 2, 64), np.float32)
+    cache.append(0, rows, rows)
+    cache.advance(3)
+    compressed = tmp_path / "compressed.safetensors"
+    kvfast.KVCacheCompressor(kvfast.Quantize("int8-plain")).compress_kv_3d(rows.swapaxes(0, 1), rows.swapaxes(0, 1)).save(compressed)
+    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=2)
+    for call, kind, text in [
+        (lambda: kvfast.load(cache.snapshot().to_bytes()), ValueError, r"Snapshot\.from_bytes reads those of a file"),
+        (lambda: kvfast.load(compressed), kvfast.CorruptFileError, r"CompressedKV\.load reads compressed"),
+        (lambda: kvfast.PromptCache(tmp_path / "prompts").save(cache, None), TypeError, "token_ids must be integers .* got None"),
+        (lambda: pool.match_prefix([[1], [1, 2]]), ValueError, "token_ids must be integers of shape"),
+        (lambda: copy.copy(pool), TypeError, "a PagedKVCache cannot be pickled or copied"),
+    ]:
+        with pytest.raises(kind, match=text):
+            call()

@@ -58,6 +58,20 @@ def test_crop_is_exact(model, dtype):
     assert logits(model, more, "kvfast", cache, mask).equal(logits(model, more, "kvfast", expected, mask))
 
 
+def test_rejected_drafts_seal_no_block(llama):
+    """With them the first block of int4 would become codes."""
+    cache = KVFastCache(llama.config, "int4")
+    logits(llama, prompt(1, 78)[0], "kvfast", cache)
+    expected = copy.deepcopy(cache)
+    logits(llama, prompt(1, 5)[0], "kvfast", cache)
+    cache.crop(-4)
+    logits(llama, prompt(1, 5)[0][:, :1], "kvfast", expected)
+    assert cache.get_seq_length() == 79
+    for more in (prompt(1, 1)[0], prompt(1, 2)[0]):
+        # PyTorch multiplies five rows in another order than one.
+        torch.testing.assert_close(logits(llama, more, "kvfast", cache), logits(llama, more, "kvfast", expected), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", SLIDING)
 def test_crop_beyond_what_is_held(models, name):
     ids, _ = prompt(2, 60)

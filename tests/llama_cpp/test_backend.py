@@ -251,7 +251,7 @@ def test_fast_prompts_of_every_tier(cpu, backend, fast_backend):
     problem = Problem(cpu, *tensors(rng, queries=40), "q8_0", mask=causal(40, 300))
     try:
         for isa in kvfast.available_isas():
-            use_isa(isa.encode())
+            assert use_isa(isa.encode())
             fast_backend.use_precision("exact")
             exact = problem.compute(backend)
             fast_backend.use_precision("fast")

@@ -244,18 +244,17 @@ cdef class BlockTable:
     cdef bint is_shared_at(self, Py_ssize_t position) noexcept nogil:
         """Whether a table of a secure pool that is cut at this position cuts a block that others own, too."""
         return (self.pool.secure and position % self.pool.block_size != 0 and 0 <= position < self.longest()
-                and self.pool.is_frozen(self.map.blocks[entry_of(self.map, position // self.pool.block_size)]))
+                and self.pool.is_frozen(self.map.block(position // self.pool.block_size)))
 
     cdef int own(self, Py_ssize_t position) except -1:
         """Before a table of a secure pool is cut inside of a block: have this block alone, so that what is cut off can be overwritten.
         CacheFullError changes nothing."""
-        cdef Py_ssize_t at = entry_of(self.map, position // self.pool.block_size)
-        if not self.is_shared_at(position):
-            return 0
-        self.pool.ensure(1)
-        if self.pool.floats is not None:
-            self.pool.floats.pieces.ensure(self.pool.floats.num_pieces(self.map.blocks[at]))
-        return self.pool.release(self._copy_frozen(at))
+        if self.is_shared_at(position):
+            self.pool.ensure(1)
+            if self.pool.floats is not None:
+                self.pool.floats.pieces.ensure(self.pool.floats.num_pieces(self.map.block(position // self.pool.block_size)))
+            self.pool.release(self._copy_frozen(entry_of(self.map, position // self.pool.block_size)))
+        return 0
 
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
         """Append tokens to those of a layer. If a value cannot be stored, the table and its pool stay as they were."""
@@ -347,10 +346,9 @@ cdef class BlockTable:
     cdef int _wipe_behind(self, Py_ssize_t index) except -1:
         """In a secure pool, overwrite a block after the tokens of each layer, unless other tables read it."""
         cdef Py_ssize_t at = entry_of(self.map, index), i, size = self.pool.block_size
-        if at >= self.map.count or self.pool.is_frozen(self.map.blocks[at]):
-            return 0
-        for i in range(self.pool.num_layers):
-            self.pool.wipe_tokens(self.map.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)), size)
+        if at < self.map.count and not self.pool.is_frozen(self.map.blocks[at]):
+            for i in range(self.pool.num_layers):
+                self.pool.wipe_tokens(self.map.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)), size)
         return 0
 
     cdef BlockTable empty(self, BlockPool pool):

@@ -251,3 +251,22 @@ def test_small_weights_of_values_that_alternate(isa, num_queries, dtype, loud):
         values = cache.v(0)[:, 0].astype(np.float64)
         error = np.linalg.norm(got - values.mean(0)) / np.linalg.norm(values, axis=1).mean()
         assert error < 0.03, (period, error)
+
+
+@pytest.mark.parametrize("num_queries", [1, 64])
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4", "int6"])
+def test_one_value_far_above_all_others(isa, rng, num_queries, dtype):
+    """It takes the range of a tile's weights: the hardest rows that are known, for which the contract has 0.08."""
+    q, k = np.zeros((num_queries, 1, 64), np.float32), np.ones((300, 1, 64), np.float32)
+    for loud in (100, 250, 500, 1000):
+        for whole_row in (True, False):
+            v = rng.standard_normal((300, 1, 64)).astype(np.float32)
+            if whole_row:
+                v[50] *= loud
+            else:
+                v[50, 0, 40] = loud
+            cache = filled(dtype, k, v)
+            values = cache.v(0)[:, 0].astype(np.float64)
+            with kvfast.use_isa(isa):
+                got = cache.attend(0, q, precision="fast", causal=False)[:, 0]
+            assert np.linalg.norm(got - values.mean(0), axis=1).max() <= 0.08 * np.linalg.norm(values, axis=1).mean(), (loud, whole_row)

@@ -124,7 +124,7 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1
     cdef Py_ssize_t count = table.check_resume_state(length, state), position
     cdef int64_t slot
     cdef BlockPool pool = table.pool
-    if pool.num_blocks == 0:
+    if pool.grows:
         # A file may claim any window: reserve only what the number of its bytes justifies.
         pool.first_blocks = min(pool.first_blocks, max(4 * count, <Py_ssize_t>8))
     table.open(count)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 DECODE, BATCH, PREFILL, QUANTISE = "decode", "batch", "prefill", "quantise"
+_FAST = ["fast int8", "fast int4"]  # kvfast's caches of these formats, read in its fast precision
 _ROWS = ["append int8", "append int4", "append int8-plain", "append int4-plain", "quantize int8", "quantize int4"]
 
 # name: (module, what it stores for each kind of work); the module is imported in the contender's process only.
@@ -23,9 +24,9 @@ PEERS = {
     "kvfast": (
         "contenders.own",
         {
-            DECODE: ["float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int8-plain", "int4-plain"],
-            BATCH: ["float16", "bfloat16", "int8", "k8v4", "int4"],
-            PREFILL: ["float16", "int8", "int4"],
+            DECODE: ["float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int8-plain", "int4-plain", *_FAST],
+            BATCH: ["float16", "bfloat16", "int8", "k8v4", "int4", *_FAST],
+            PREFILL: ["float16", "int8", "int4", *_FAST],
             QUANTISE: _ROWS,
         },
     ),

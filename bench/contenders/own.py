@@ -24,11 +24,12 @@ def _fill(cache, k, v):
 def Contender(work, name, storage):
     if storage == "bandwidth":
         return _Bandwidth(work)
-    if work.kind == BATCH:
-        return _Batch(work, storage)
+    *way, dtype = storage.split()
     if work.kind != QUANTISE:
-        return _Attention(work, storage)
-    way, dtype = storage.split()
+        made = _Batch(work, dtype) if work.kind == BATCH else _Attention(work, dtype)
+        made.cache.precision = "fast" if way else "exact"
+        return made
+    (way,) = way
     return _Quantize(work, dtype) if way == "quantize" else _Append(work, dtype)
 
 
@@ -74,13 +75,13 @@ class _Batch:
         self.layers = work.layers(per_layer)
         self.nbytes = self.layers * per_layer
         blocks = work.sequences * (-(-work.context // 64) + 1)
-        self.pool = kvfast.PagedKVCache(self.layers, *shape, num_blocks=blocks, block_size=64, dtype=dtype)
-        self.sequences = [self.pool.new_sequence() for _ in range(work.sequences)]
+        self.cache = kvfast.PagedKVCache(self.layers, *shape, num_blocks=blocks, block_size=64, dtype=dtype)
+        self.sequences = [self.cache.new_sequence() for _ in range(work.sequences)]
         for sequence in self.sequences:
             _fill(sequence, k, v)
 
     def run(self, num_threads):
-        self.outputs = [self.pool.attend_batch(i, self.q, self.sequences, num_threads=num_threads) for i in range(self.layers)]
+        self.outputs = [self.cache.attend_batch(i, self.q, self.sequences, num_threads=num_threads) for i in range(self.layers)]
 
     def check(self):
         return self.work.error(self.outputs[0], self.outputs[-1])

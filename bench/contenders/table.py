@@ -6,6 +6,8 @@ from contenders import BATCH, DECODE, PREFILL, QUANTISE, SAME_WIDTH
 _AIMS = [
     ("int8", "any peer, any precision", lambda peer, storage: True),
     ("int4", "any peer, any precision", lambda peer, storage: True),
+    ("fast int8", "any peer, any precision", lambda peer, storage: True),
+    ("fast int4", "any peer, any precision", lambda peer, storage: True),
     ("int8", "any peer of 8 bits", lambda peer, storage: SAME_WIDTH[storage] == "int8"),
     ("int4", "any peer of 4 bits", lambda peer, storage: SAME_WIDTH[storage] == "int4"),
     ("float16", "llama.cpp f16", lambda peer, storage: (peer, storage) == ("llama.cpp", "f16")),

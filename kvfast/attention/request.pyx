@@ -5,6 +5,7 @@
 `misfit` finds.
 """
 import math
+from contextlib import suppress
 
 import numpy as np
 
@@ -161,7 +162,9 @@ cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_lay
     self.rows.tokens = check_count(shape[0], "the tokens of q", 1, KV_MAX_TOKENS)
     self.rows.heads = check_count(shape[1], "the heads of q", 1, KV_MAX_Q_HEADS)
     self.rows.dim = check_count(shape[2], "the head_dim of q", 1, 1 << 20)
-    self.rows.dtype = parse_dtype(dtype)
+    self.rows.dtype = KV_BFLOAT16 + 1
+    with suppress(ValueError):  # its text names what caches store
+        self.rows.dtype = parse_dtype(dtype)
     if self.rows.dtype > KV_BFLOAT16:
-        raise ValueError(f"q must be float32, float16 or bfloat16, got {shown(dtype)}")
+        raise ValueError(f"dtype is that of queries, float32, float16 or bfloat16, got {shown(dtype)}")
     return self

@@ -211,8 +211,9 @@ def test_what_is_refused():
     ):
         with pytest.raises(error, match=words):
             cache.explain(0, bad)
-    with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
-        cache.explain(0, 1, dtype="int8")
+    for dtype in ("int8", "float64"):
+        with pytest.raises(ValueError, match=f"of queries, float32, float16 or bfloat16, got '{dtype}'"):
+            cache.explain(0, 1, dtype=dtype)
     with pytest.raises(IndexError):
         cache.explain(1, 1)
     with pytest.raises(ValueError, match="no tokens"):

@@ -136,17 +136,16 @@ def bits():
 def retrieval():
     """Numbers that were hidden in a text."""
     lengths = load("retrieval")["lengths"]
-    found = [{(one["runtime"], one["dtype"]): one for one in length["results"]} for length in lengths]
-    rows = []
-    for runtime, dtype in found[0]:
-        cells = ["-"] * len(lengths)
-        for i, results in enumerate(found):
-            if one := results.get((runtime, dtype)):
-                cells[i] = f"{one['difference']:+.3f} +- {one['interval']:.3f}, {one['num_exact']} of {one['num_answers']}"
-        rows.append([f"`{dtype}`" if runtime == "kvfast" else f"{runtime} {dtype}", *cells])
+    rows = {}
+    for i, length in enumerate(lengths):
+        for one in length["results"]:
+            name = f"`{one['dtype']}`" if one["runtime"] == "kvfast" else f"{one['runtime']} {one['dtype']}"
+            cells = rows.setdefault(name + ", fast" * ("precision" in one), ["-"] * len(lengths))
+            cells[i] = f"{one['difference']:+.3f} +- {one['interval']:.3f}, {one['num_exact']} of {one['num_answers']}"
     first = [one["results"][0] for one in lengths]
     floats = [f"{one['log_prob_float32']:.3f}, {one['num_exact_float32']} of {one['num_answers']}" for one in first]
-    return _table(["cache", *(f"{one['tokens']:,} tokens" for one in lengths)], [["`float32`", *floats], *rows])
+    rows = [["`float32`", *floats], *([name, *cells] for name, cells in rows.items())]
+    return _table(["cache", *(f"{one['tokens']:,} tokens" for one in lengths)], rows)
 
 
 def cycles():

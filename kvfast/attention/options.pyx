@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The keyword arguments that every `attend` takes."""
-from kvfast.core.checks cimport check_count
+from kvfast.core.checks cimport check_count, check_flag
 from kvfast.core.kernels cimport UNSET, parse_precision
 from kvfast.core.limits cimport KV_LANES
 
@@ -10,19 +10,21 @@ from kvfast.core.checks import check_size
 cdef class Options:
     """All of them have defaults. `attend` passes them by position: by keyword they slow down a short call."""
 
-    def __init__(self, out=None, scale=None, bint causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
-                 sinks=None, alibi_slopes=None, bint return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None,
-                 spans=None, bint clamp_spans=False, parents=None, chosen=None, chosen_run=1, precision=None):
-        self.out, self.scale, self.causal, self.softcap = out, scale, causal, softcap
+    def __init__(self, out=None, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
+                 sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None,
+                 spans=None, clamp_spans=False, parents=None, chosen=None, chosen_run=1, precision=None):
+        self.causal, self.return_lse = check_flag(causal, "causal"), check_flag(return_lse, "return_lse")
+        self.out, self.scale, self.softcap = out, scale, softcap
         self.sliding_window, self.sinks, self.alibi_slopes = sliding_window, sinks, alibi_slopes
         self.num_sink_tokens = self.made_for = -1  # not given
         if num_sink_tokens is not None:
             self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0)
-        self.return_lse, self.num_splits, self.num_threads, self.spans = return_lse, num_splits, num_threads, spans
-        self.clamp_spans, self.parents, self.chosen, self.chosen_run = clamp_spans, parents, chosen, 1
-        if parents is not None and (spans is not None or not causal):
+        self.num_splits, self.num_threads = num_splits, num_threads
+        self.spans, self.clamp_spans = spans, check_flag(clamp_spans, "clamp_spans")
+        self.parents, self.chosen, self.chosen_run = parents, chosen, 1
+        if parents is not None and (spans is not None or not self.causal):
             raise ValueError("parents need causal=True and spans=None: a draft sees its ancestors alone")
-        if spans is not None and not causal:
+        if spans is not None and not self.causal:
             raise ValueError("spans need causal=True, got causal=False, with which every query sees all keys")
         if type(chosen_run) is not int or chosen_run != 1:
             self.chosen_run = check_count(chosen_run, "chosen_run", 1)
@@ -34,7 +36,7 @@ cdef class Options:
         self.attention_chunk_size = 0  # none
         if attention_chunk_size is not None:
             self.attention_chunk_size = check_count(attention_chunk_size, "attention_chunk_size", 1)
-            if not causal:
+            if not self.causal:
                 raise ValueError("attention_chunk_size needs causal=True, got causal=False")
 
     cdef void read_as(self, int precision) noexcept:

@@ -9,6 +9,7 @@ from kvfast.caches.mla import MLAKVCache
 from kvfast.caches.multi_head import MultiHeadKVCache
 from kvfast.caches.ring import RingKVCache
 from kvfast.caches.snapshot import Snapshot
+from kvfast.core.checks import check_flag
 from kvfast.files import cache_file
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def load(
         Without the packages of ``kvfast[files]``.
     """
     if isinstance(source, Snapshot):
-        if mmap:
+        if check_flag(mmap, "mmap"):
             raise ValueError("mmap must be False for a Snapshot: it maps files")
         if calibration is not None:
             raise ValueError("calibration must be None for a Snapshot, which has its own")

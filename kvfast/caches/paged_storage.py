@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from kvfast.caches.paged_sequence import PagedSequence
-from kvfast.core.checks import check_positive, check_size, checked_lengths, checked_salt, checked_token_ids
+from kvfast.core.checks import check_flag, check_positive, check_size, checked_lengths, checked_salt, checked_token_ids
 from kvfast.core.kernels import default_precision
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
@@ -130,7 +130,7 @@ class PagedStorage:
         seal blocks (`int8`, `k8v4`), or do not search.
         """
         token_ids, salt = checked_token_ids(token_ids), checked_salt(salt)
-        if as_computed:
+        if check_flag(as_computed, "as_computed"):
             token_ids = token_ids[: self._batches.num_coded(len(token_ids)) + 1]
         digests = self._batches.index.digests(token_ids[:-1], self.block_size, salt)
         found = self._sequence(self, token_ids, digests, salt)

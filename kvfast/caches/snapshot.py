@@ -9,7 +9,7 @@ import numpy as np
 
 from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
-from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.core.checks import check_flag, check_size, checked_token_ids
 from kvfast.core.interchange import as_floats
 from kvfast.core.limits import MAX_KV_HEADS
 from kvfast.core.text import same_or_tuple, shown, size_text
@@ -250,7 +250,7 @@ class Snapshot(States, StorageProperties):
 
     def _fitted(self, cache, convert):
         """The storage that `cache` restores: this storage, or with `convert` its tokens in the formats of `cache`."""
-        self._check_fits(cache, {"dtype"} if convert else set())
+        self._check_fits(cache, {"dtype"} if check_flag(convert, "convert") else set())
         if self._settings == cache._settings:
             return self._storage
         storage = storage_of(cache._settings, cache.block_size, secure=cache.secure)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfast.codec.calibration import Calibration, LayerCalibration
 from kvfast.codec.dtypes import CODEBOOKS, FLOATS, canonical_dtype, dtype_row, names_with
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_flag, check_size
 from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS, MAX_RECENT_TOKENS, OPEN_TOKENS, PIECE
 from kvfast.core.text import one_of, shown
 from kvfast.errors import DimensionMismatchError
@@ -105,8 +105,7 @@ class KVFormat:
         if self.codebook not in CODEBOOKS:
             raise ValueError(f'codebook must be "uniform" or "gaussian", got {shown(self.codebook)}')
         for name in ("centring", "per_channel", "clip_search"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {shown(getattr(self, name))}")
+            object.__setattr__(self, name, check_flag(getattr(self, name), name))
         check_size(self.num_first_float_tokens, "num_first_float_tokens", 0, MAX_FLOAT_TOKENS)
         if check_size(self.num_recent_float_tokens, "num_recent_float_tokens", 0, MAX_RECENT_TOKENS) % PIECE:
             raise ValueError(f"num_recent_float_tokens must be a multiple of {PIECE}, got {self.num_recent_float_tokens}")

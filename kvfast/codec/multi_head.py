@@ -9,7 +9,7 @@ import numpy as np
 
 from kvfast.codec.dtypes import CODEBOOKS, ROWS, dtype_row
 from kvfast.codec.formats import KVFormat
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_flag, check_size
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_Q_HEADS
 from kvfast.core.text import shown
 
@@ -58,8 +58,7 @@ class MultiHeadConfig:
             object.__setattr__(self, "bits", tuple(self.bits))
         for bits in self.bits if isinstance(self.bits, tuple) else (self.bits,):
             check_size(bits, "bits", min(_BITS), max(_BITS))
-        if not isinstance(self.rotation, bool):
-            raise TypeError(f"rotation must be a bool, got {shown(self.rotation)}")
+        object.__setattr__(self, "rotation", check_flag(self.rotation, "rotation"))
         if self.codebook not in CODEBOOKS:
             raise ValueError(f'codebook must be "gaussian" or "uniform", got {shown(self.codebook)}')
         if self.num_q_heads is not None:

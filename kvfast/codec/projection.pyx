@@ -8,7 +8,7 @@ from libc.string cimport memset
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.codec.encode cimport kv_rotary, load_rows
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
-from kvfast.core.checks cimport check_count, check_integers
+from kvfast.core.checks cimport check_count, check_flag, check_integers
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_Q_HEADS
@@ -31,14 +31,14 @@ cdef class Transform:
     rotation is used again."""
 
     def __init__(self, Py_ssize_t head_dim, norm=None, eps=1e-6, cos=None, sin=None, positions=None,
-                 bint interleaved=False, str name="norm", Transform rotation=None, Py_ssize_t made_for=-1):
+                 interleaved=False, str name="norm", Transform rotation=None, Py_ssize_t made_for=-1):
         """`made_for`: the layer length at which the tokens must begin, as the rotation was made for it; -1: any."""
         cdef const float[::1] norm_view
         cdef const float[:, ::1] cos_view, sin_view
         cdef const int64_t[::1] positions_view
         memset(&self.c, 0, sizeof(self.c))
         self.needs, self.made_for = -1, made_for
-        self.c.row.interleaved = interleaved
+        self.c.row.interleaved = check_flag(interleaved, "interleaved")
         if rotation is not None:
             self.c, self.needs, self.table_rows = rotation.c, rotation.needs, rotation.table_rows
             self.c.row.norm = NULL

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_flag, check_size
 from kvfast.core.text import shown
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ class Rope:
     def __post_init__(self) -> None:
         if not (isinstance(self.theta, (int, float, np.number)) and 0 < self.theta < float("inf")):
             raise ValueError(f"theta must be a finite number above 0, got {shown(self.theta)}")
-        if not isinstance(self.interleaved, (bool, np.bool_)):
-            raise TypeError(f"interleaved must be True or False, got {shown(self.interleaved)}")
+        check_flag(self.interleaved, "interleaved")
         if self.rotary_dim is not None and check_size(self.rotary_dim, "rotary_dim", 2, 1 << 20) % 2:
             raise ValueError(f"rotary_dim must be even, got {self.rotary_dim}")
         if self.frequencies is not None:

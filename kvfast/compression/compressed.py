@@ -15,7 +15,7 @@ from kvfast.compression.methods import method_from_dict, method_to_dict
 from kvfast.compression.product import ProductStore
 from kvfast.compression.stores import CacheStore, RankStore
 from kvfast.core.arrays import check_writable
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_flag, check_size
 from kvfast.core.interchange import as_float32, as_floats
 from kvfast.core.text import size_text
 from kvfast.errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
@@ -209,7 +209,7 @@ class CompressedKV:
         """
         layout = self._layout
         array = _checked_queries(q, layout)
-        if causal and array.shape[-3] > layout.seq_len:
+        if check_flag(causal, "causal") and array.shape[-3] > layout.seq_len:
             raise ValueError(f"q must hold at most the {layout.seq_len} compressed tokens, got {array.shape[-3]}")
         scale = layout.head_dim**-0.5 if scale is None else float(scale)
         if not math.isfinite(scale):

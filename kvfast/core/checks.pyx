@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Checks of arguments that are numbers."""
+"""Checks of arguments that are numbers or truth values."""
 import math
 from numbers import Real
 
@@ -38,6 +38,13 @@ cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t
         limits = f"at least {least}" if most == KV_UNLIMITED and number < least else f"between {least} and {most}"
         raise ValueError(f"{name} must be {limits}, got {shown(number)}")
     return number
+
+
+cpdef bint check_flag(object value, str name) except? -1:
+    """A truth value, of Python or NumPy: "False" is a true text."""
+    if value is True or value is False or isinstance(value, np.bool_):
+        return value
+    raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:

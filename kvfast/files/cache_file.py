@@ -17,6 +17,7 @@ from threading import Lock
 
 import numpy as np
 
+from kvfast.core.checks import check_flag
 from kvfast.core.replacing import replacing
 from kvfast.core.threads import get_num_threads
 from kvfast.core.workers import Workers
@@ -121,7 +122,7 @@ def from_bytes(data, calibration=None):
 def _snapshot_of(content, mmap, max_seq_len, calibration):
     opening = state.Opening(content.header, content.sides, max_seq_len, calibration)
     token_ids = content.token_ids(opening.seq_len)
-    states = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
+    states = opening.take_mapped(content.map(), content.offsets) if check_flag(mmap, "mmap") else opening.take()
     _results(content.nbytes, content.fill, states)
     return opening.settings, opening.storage, token_ids, opening.metadata, opening.salt
 

@@ -8,7 +8,7 @@ from kvfast.codec.formats import block_size_of
 from kvfast.codec.multi_head import MultiHeadConfig, signs_of
 from kvfast.codec.projection import rotated
 from kvfast.codec.rope import RotaryTables
-from kvfast.core.checks import check_block_size, check_size
+from kvfast.core.checks import check_block_size, check_flag, check_size
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.storage.batches.batch import PagedBatches
 from kvfast.storage.memory.pool import BlockPool
@@ -44,6 +44,7 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False, max_st
     SequenceStorage
     """
     check_sized(settings, max_seq_len)
+    secure = check_flag(secure, "secure")
     if settings["kind"] == "heads":
         config = MultiHeadConfig(**settings["config"])
         pool = BlockPool(1, settings["num_heads"], config.head_dim, BLOCK_SIZE, [config.format], GROW_BLOCKS, True)
@@ -94,7 +95,7 @@ def pool_of(settings, num_blocks, block_size=None, secure=False, buffer=None):
         block_size_of(settings["dtype"], block_size, BLOCK_SIZE),
         settings["dtype"],
         settings.get("rope_dim"),
-        secure,
+        check_flag(secure, "secure"),
         v_head_dim,
         None if window is None else (window, settings["num_sink_tokens"], settings["rollback"]),
         buffer,

@@ -437,7 +437,7 @@ class TestInput:
             ({"bits": 4.0}, TypeError, "bits must be an integer"),
             ({"bits": (4, 9)}, ValueError, "bits must be between 2 and 8, got 9"),
             ({"bits": (4, 4, 4)}, ValueError, "bits must be one number, or two"),
-            ({"rotation": 1}, TypeError, "rotation must be a bool, got 1"),
+            ({"rotation": 1}, TypeError, "rotation must be True or False, got 1"),
             ({"codebook": "nf4"}, ValueError, 'codebook must be "gaussian" or "uniform"'),
             ({"num_q_heads": 0}, ValueError, "num_q_heads must be between 1"),
             ({"seed": -1}, ValueError, "seed must be an integer between 0"),

@@ -52,7 +52,7 @@ class TestKVFormat:
 
     def test_wrong_types(self):
         for name in ("centring", "per_channel", "clip_search"):
-            with pytest.raises(TypeError, match=f"{name} must be a bool"):
+            with pytest.raises(TypeError, match=f"{name} must be True or False"):
                 KVFormat("int4", **{name: 1})
         for name in ("num_first_float_tokens", "num_recent_float_tokens"):
             with pytest.raises(TypeError, match=f"{name} must be an integer"):

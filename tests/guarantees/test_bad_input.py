@@ -312,3 +312,36 @@ def test_more_errors_that_tell_the_way_out(tmp_path):
     ]:
         with pytest.raises(kind, match=text):
             call()
+
+
+def test_a_text_is_no_truth_value(tmp_path):
+    """bool("False") is True: every flag says so before anything changes."""
+    rows = np.ones((70, 2, 64), np.float32)
+    cache, pool, q = kvfast.KVCache(1, 2, 64), kvfast.PagedKVCache(1, 2, 64, num_blocks=4), rows[:1]
+    cache.append(0, rows, rows)
+    cache.advance(70)
+    cache.save(tmp_path / "cache")
+    sequence, slots = pool.new_sequence(), kvfast.PagedKVCache(1, 2, 64, num_blocks=4, dtype="int8")
+    sequence.append(0, rows, rows)
+    sequence.advance(70)
+    compressed = kvfast.KVCacheCompressor(kvfast.Quantize()).compress_kv_3d(rows.swapaxes(0, 1), rows.swapaxes(0, 1))
+    qkv, turn = np.ones((1, 6 * 64), np.float32), np.ones((1, 32), np.float32)
+    for name, call in {
+        "causal": lambda flag: cache.attend(0, q, causal=flag),
+        "return_lse": lambda flag: cache.attend(0, q, return_lse=flag),
+        "clamp_spans": lambda flag: cache.explain(0, clamp_spans=flag),
+        "cascade": lambda flag: pool.attend_batch(0, q, [sequence], cascade=flag),
+        "zero_nonfinite": lambda flag: slots.append_batch(0, q, q, [130], zero_nonfinite=flag),
+        "as_computed": lambda flag: pool.match_prefix(np.arange(70), as_computed=flag),
+        "interleaved": lambda flag: kvfast.KVCache(1, 2, 64).write(0, qkv, cos=turn, sin=turn, interleaved=flag),
+        "convert": lambda flag: cache.restore(cache.snapshot(), convert=flag),
+        "mmap": lambda flag: kvfast.load(tmp_path / "cache", mmap=flag),
+        "secure": lambda flag: kvfast.KVCache(1, 2, 64, secure=flag),
+    }.items():
+        for wrong in ("False", 1, None):
+            with pytest.raises(TypeError, match=f"{name} must be True or False, got"):
+                call(wrong)
+        call(np.False_)
+    with pytest.raises(TypeError, match="causal must be True or False"):
+        compressed.attend(rows[:1], causal="no")
+    assert cache.layer_length(0) == sequence.layer_length(0) == 70

@@ -16,7 +16,7 @@ from kvfast.codec.blocks cimport kv_context, kv_layout
 from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_pair, open_rows
-from kvfast.core.checks cimport check_integers, check_layer
+from kvfast.core.checks cimport check_flag, check_integers, check_layer
 from kvfast.core.limits cimport KV_ROWS
 from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, read_together, shared_prefixes
 from kvfast.storage.batches.paged_sequences cimport PagedSequences, check_all_open
@@ -185,10 +185,11 @@ cdef class PagedBatches(PagedSequences):
             check_distinct(np.concatenate(foreign))
         return array, gains, bool(foreign)
 
-    def append_batch(self, layer, k, v, slot_mapping, bint zero_nonfinite=False):
+    def append_batch(self, layer, k, v, slot_mapping, zero_nonfinite=False):
+        cdef bint zeroes = check_flag(zero_nonfinite, "zero_nonfinite")
         cdef Rows keys, values
         keys, values = open_pair(k, v, self.pool.rope_dim is not None)
-        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None, zero_nonfinite)
+        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None, zeroes)
 
     def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
         cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim,
@@ -231,7 +232,7 @@ cdef class PagedBatches(PagedSequences):
         finally:
             self.pool.leave()
 
-    def attend_batch(self, layer, q, list storages, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade,
+    def attend_batch(self, layer, q, list storages, block_table, seq_lens, cu_seqlens_q, Options options, cascade,
                      rope_q=None):
         """Attention of a ragged batch: over the storages of sequences, or over the block tables of another scheduler."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
@@ -241,12 +242,13 @@ cdef class PagedBatches(PagedSequences):
             self._check_batch(storages, block_table, seq_lens)
             options.read_as(self.reads_as)
             request = open_request(&self.pool.layouts[number], q, options, None, rope_q)
-            return run_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q, cascade))
+            return run_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q,
+                                                check_flag(cascade, "cascade")))
         finally:
             self.pool.leave_reading()
 
     def explain_batch(self, layer, q, num_q_heads, dtype, list storages, block_table, seq_lens, cu_seqlens_q, Options options,
-                      bint cascade):
+                      cascade):
         """The AttendPlan of `attend_batch` for an array, a shape, or a number of tokens."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
         cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.layouts[number])
@@ -256,8 +258,8 @@ cdef class PagedBatches(PagedSequences):
             self._check_batch(storages, block_table, seq_lens)
             options.read_as(self.reads_as)
             request = open_request(&self.pool.layouts[number], rows, options)
-            return explain_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q, cascade),
-                                str(self.pool.formats[number]))
+            return explain_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q,
+                                                    check_flag(cascade, "cascade")), str(self.pool.formats[number]))
         finally:
             self.pool.leave_reading()
 

@@ -116,7 +116,14 @@ def _attend(
 
 
 def _append_fake(blocks, k, v, slot_mapping, dtype):
-    pass
+    _check_devices(blocks, k, v, slot_mapping)
+
+
+def _check_devices(*tensors):
+    """Refuse tensors without data next to others: nothing would be stored or read, without a word."""
+    devices = {tensor.device.type for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on the CPU, or without data on meta, got {' and '.join(sorted(devices))}")
 
 
 def _no_gradients(name):
@@ -124,6 +131,7 @@ def _no_gradients(name):
 
 
 def _attend_fake(blocks, q, block_table, seq_lens, dtype, *options, v_head_dim=0, **others):
+    _check_devices(blocks, q, block_table, seq_lens)
     v_head_dim = options[6] if len(options) > 6 else v_head_dim
     return q.new_empty((q.shape[0], q.shape[1], v_head_dim or q.shape[2]))
 

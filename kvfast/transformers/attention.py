@@ -91,7 +91,7 @@ def attention(
         if query.shape[2] != key.tensor.shape[2]:
             raise ValueError(f"{type(module).__name__} brings {key.tensor.shape[2]} keys and {query.shape[2]} queries")
         if layer == 0:
-            _check_positions(others.get("position_ids"), rows.seen[layer] - query.shape[2])
+            _check_positions(others.get("position_ids"), max(row.layer_length(0) for row in rows.rows))
         rows.store(layer, parts, as_numpy(key.tensor), as_numpy(value.tensor))
     elif key.expands:
         raise _not_computed(module, "keys of its own of the latents that another layer has stored as its keys")
@@ -166,8 +166,8 @@ def _check_positions(positions, before):
     """Refuse tokens that begin at the first position again, after others."""
     if before and positions is not None and positions.ndim == 2 and positions[0, 0] == 0 and positions[0, -1] >= before:
         raise ValueError(
-            f"tokens begin at position 0 again, and the cache holds {before}: generate gives it every token at each step "
-            f"with use_cache=False, so leave that out; or reset() the cache"
+            f"tokens begin at position 0 again, and the cache holds {before}: generate gives it every token with use_cache=False, and "
+            f"where a cache that holds tokens already is to be assisted. Leave that out, or reset() the cache"
         )
 
 
@@ -200,11 +200,12 @@ def check_call(module, query, size, dropout, others):
     if others.get("sliding_window") == size:
         unknown = [name for name in unknown if name != "sliding_window"]
     if dropout or unknown:
-        raise _not_computed(module, f"dropout of {dropout}" if dropout else ", ".join(unknown))
+        other = "eager" if "output_attentions" in unknown else "sdpa"
+        raise _not_computed(module, f"dropout of {dropout}" if dropout else ", ".join(unknown), other)
 
 
-def _not_computed(module, what):
-    return ValueError(f'{type(module).__name__} asks for {what}, which kvfast does not compute: use attn_implementation="sdpa"')
+def _not_computed(module, what, other="sdpa"):
+    return ValueError(f'{type(module).__name__} asks for {what}, which kvfast does not compute: use attn_implementation="{other}"')
 
 
 def _without_cache(module, query, key, value, mask, scaling, dropout, softcap, s_aux, is_causal, others):

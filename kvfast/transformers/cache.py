@@ -5,6 +5,7 @@ import copy
 import warnings
 
 import numpy as np
+import torch
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from kvfast.codec.formats import formats_of
@@ -15,7 +16,7 @@ from kvfast.planning.key_bias import key_bias_note
 from kvfast.planning.model_shape import read_shape
 from kvfast.prompts.prompt_cache import PromptCache
 from kvfast.transformers.attention import NAME
-from kvfast.transformers.layers import INDEXERS, KINDS, IndexedLayer, new_layer
+from kvfast.transformers.layers import IndexedLayer, kinds_of, new_layer
 from kvfast.transformers.rows import Rows
 from kvfast.transformers.states import LayerStates, Recomputing
 from kvfast.transformers.versions import asks_for_states
@@ -34,7 +35,7 @@ class KVFastCache(Cache):
     config : PreTrainedConfig
         ``model.config``: it has the layers, the windows and the attention implementation, which may change between steps.
     dtype, k_dtype, v_dtype
-        As in `kvfast.KVCache`; ``"int4"`` by default.
+        As in `kvfast.KVCache`, or a dtype of PyTorch; ``"int4"`` by default.
     max_seq_len : int, optional
         Largest number of tokens of a row; their memory is reserved at once. Without it rows grow. Not for models with
         sliding windows, whose layers take constant memory.
@@ -110,19 +111,8 @@ class KVFastCache(Cache):
                 f"{config.model_type} attends to others: use transformers' DynamicCache(config=model.config)"
             )
         layer_types, options = get_layer_types_and_kwargs(config)
-        for index, name in enumerate(layer_types):
-            if name not in KINDS or (KINDS[name].has_indexer and config.model_type not in INDEXERS):
-                raise ValueError(
-                    f"KVFastCache does not know what layer {index} of {config.model_type} keeps, which is {name}: use "
-                    f"transformers' DynamicCache(config=model.config)"
-                )
-        kinds = [KINDS[name] for name in layer_types]
+        kinds = kinds_of(config.model_type, layer_types)
         stored = [index for index, kind in enumerate(kinds) if kind.has_rows]
-        if not stored:
-            raise ValueError(
-                f"no layer of {config.model_type} has keys and values, which a KVFastCache needs: use transformers' "
-                f"DynamicCache(config=model.config)"
-            )
         if any(kind.has_state for kind in kinds) and not asks_for_states():
             raise ValueError(
                 f"KVFastCache needs transformers 5.21 or later for models with recurrent layers, such as {config.model_type}: "
@@ -138,6 +128,9 @@ class KVFastCache(Cache):
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
             if any(windows):
                 raise ValueError(f"max_seq_len is for models without sliding windows, and {config.model_type} has them")
+        dtype, k_dtype, v_dtype = (
+            str(one).removeprefix("torch.") if isinstance(one, torch.dtype) else one for one in (dtype, k_dtype, v_dtype)
+        )
         formats = formats_of(dtype, k_dtype, v_dtype, len(windows))  # refuses now what it would refuse at the first token
         if bias := key_bias_note(config.model_type, {str(one): one for one in formats}):
             warnings.warn(bias, stacklevel=2)
@@ -161,7 +154,8 @@ class KVFastCache(Cache):
 
     def _new_states(self):
         has_states = any(kind.has_state for kind, *_ in self._kinds)
-        return LayerStates(self.layers, self._rows, self._checkpoint_tokens) if has_states else None
+        last = max(index for index, (kind, *_) in enumerate(self._kinds) if kind.has_rows or kind.has_state)
+        return LayerStates(self.layers, self._rows, self._checkpoint_tokens, last) if has_states else None
 
     def _indexed(self):
         """The layers that have an indexer."""
@@ -191,7 +185,7 @@ class KVFastCache(Cache):
 
     def get_mask_sizes(self, query_length, layer_idx):
         if self._states:
-            self._states.coming = query_length
+            self._states.begin(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def update(self, key_states, value_states, layer_idx, *args, **options):
@@ -206,10 +200,17 @@ class KVFastCache(Cache):
 
     @property
     def rows(self):
-        """The caches of the batch's rows: a list of `kvfast.KVCache` or `kvfast.RingKVCache`. Those of a model with recurrent layers have
-        a checkpoint after their last token."""
+        """The caches of the batch's rows: a list of `kvfast.KVCache` or `kvfast.RingKVCache`, to be read, saved and forked. To change them,
+        change the cache. Those of a model with recurrent layers have a checkpoint after their last token.
+
+        Raises
+        ------
+        RuntimeError
+            If the last step did not reach every layer; `crop` takes it back.
+        """
         rows = list(self._rows.settled())
         if self._states:
+            self._states.check_whole()
             self._states.take()
         return rows
 
@@ -277,6 +278,8 @@ class KVFastCache(Cache):
         kvfast.MissingCheckpointError
             If the model has recurrent layers, and a snapshot has no checkpoint after its last token.
         """
+        if not isinstance(snapshots, (list, tuple)):
+            raise TypeError(f"snapshots must be a list with one for each row, got a {type(snapshots).__name__}")
         if self._rows.rows or not len(snapshots):
             raise ValueError("restore fills an empty cache from at least one snapshot: reset() it before")
         if self._states:
@@ -357,7 +360,8 @@ class KVFastCache(Cache):
         self._jumped(0)
 
     def crop(self, tokens_to_remove):
-        """Drop the last tokens of every row.
+        """Drop the last tokens of every row. A step that broke off before it reached every layer is taken back, too: its tokens count
+        as far as `get_seq_length` does.
 
         Parameters
         ----------
@@ -368,23 +372,26 @@ class KVFastCache(Cache):
         ------
         ValueError
             For a positive number, or if a sliding window has dropped tokens that it would need. The cache stays as it was.
+        RuntimeError
+            If a step broke off, and this would keep some of its tokens.
         kvfast.MissingCheckpointError
             If the model has recurrent layers, there is no checkpoint after the tokens that stay, and the cache was made without `model`.
             The cache stays as it was.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative integer, got {tokens_to_remove}")
-        if self._rows.rows:
-            if tokens_to_remove and not self._states:
+        if not self._rows.rows:
+            if self._states and not self._states.is_whole():
+                self.reset()  # a first step broke off before it came to keys
+        elif self._states is None:
+            if tokens_to_remove:
                 self._rows.crop(-tokens_to_remove)
                 for layer in self._indexed():
-                    layer.crop_indexer(-tokens_to_remove)
-            elif tokens_to_remove:
-                self._states.crop(-tokens_to_remove, self, self._again)
-                if self._again is not None:
-                    self._again.cut(len(self._rows.settled()[0]))
-            elif self._states:
-                self._states.crop_records(0)
+                    layer.crop_indexer(self._rows.seen[0])
+        elif tokens_to_remove or not self._states.is_whole():
+            self._states.crop(-tokens_to_remove, self, self._again)
+        else:
+            self._states.crop_records(0)
 
     def _jumped(self, n, token_ids=()):
         if self._again is not None:
@@ -414,6 +421,8 @@ class KVFastCache(Cache):
         self._select([i for i in range(len(self._rows.rows)) for _ in range(repeats)])
 
     def _select(self, indices):
+        if self._states:
+            self._states.check_whole()
         self._rows.select(indices)
         for layer in self._indexed():
             layer.select_indexer(indices)
@@ -421,11 +430,13 @@ class KVFastCache(Cache):
             self._states.select(indices)
 
     def __deepcopy__(self, memo):
+        if self._states:
+            self._states.check_whole()
         other = copy.copy(self)
         other._rows = self._rows.copy()
         other.layers = copy.deepcopy(self.layers, {id(self._rows): other._rows, id(self._config): self._config})
         other._states, again = other._new_states(), self._again
-        other._again = again and Recomputing(again.model, other, again.first, again.token_ids)
+        other._again = again and again.copy(other)
         return other
 
     def __repr__(self):

@@ -109,10 +109,9 @@ class IndexedLayer(StoredLayer):
         self.indexer_keys = torch.cat([*known, indexer_key_states], 1)
         return self.indexer_keys
 
-    def crop_indexer(self, count):
-        """Drop the last `count` keys of the indexer."""
+    def crop_indexer(self, keep):
+        """Keep the indexer's keys of the first `keep` tokens."""
         if self.indexer_keys is not None:
-            keep = max(0, self.indexer_keys.shape[1] - count)
             self.indexer_keys = self.indexer_keys[:, :keep]
             if self.indexer_position_ids is not None:
                 self.indexer_position_ids = self.indexer_position_ids[..., :keep]
@@ -146,6 +145,23 @@ KINDS = {
 }
 # Models with an indexer that were tried. Those of others keep more than keys, or read packed tokens.
 INDEXERS = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", "mistral_large4_text", "qwen4_exp_text")
+
+
+def kinds_of(model_type, layer_types):
+    """The kind of each layer of a model: ValueError for one that is not known, and where none has keys and values."""
+    for index, name in enumerate(layer_types):
+        if name not in KINDS or (KINDS[name].has_indexer and model_type not in INDEXERS):
+            raise ValueError(
+                f"KVFastCache does not know what layer {index} of {model_type} keeps, which is {name}: use "
+                f"transformers' DynamicCache(config=model.config)"
+            )
+    kinds = [KINDS[name] for name in layer_types]
+    if not any(kind.has_rows for kind in kinds):
+        raise ValueError(
+            f"no layer of {model_type} has keys and values, which a KVFastCache needs: use transformers' "
+            f"DynamicCache(config=model.config)"
+        )
+    return kinds
 
 
 def new_layer(kind, index, number_of_states, of, max_seq_len):

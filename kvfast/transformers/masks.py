@@ -199,7 +199,8 @@ def _or_none(padding):
 def _not_a_tensor(what):
     return ValueError(
         f'this model works on its attention mask itself (it {what}), and under attn_implementation="kvfast" there is '
-        f'no matrix of it: use attn_implementation="sdpa" or "eager", which the same cache serves'
+        f'no matrix of it: use attn_implementation="sdpa" or "eager", which the same cache serves. torch.compile does so, too: for that, '
+        f"make a KVFastStaticCache"
     )
 
 

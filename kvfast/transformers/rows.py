@@ -29,6 +29,8 @@ class Rows:
     rows : list of KVCache or RingKVCache
     seen : list of int
         For each layer the tokens that came, padding included: what transformers counts.
+    num_whole : int
+        Tokens of the steps that reached all layers, padding included, as far as rows have counted them.
     matrix : MatrixMask, LazyMask or None
         The mask that came last; layers share it.
     """
@@ -50,6 +52,7 @@ class Rows:
         if self._unseen:  # a first step broke off
             self._shapes, self._unseen, self._stored = None, set(self._kinds), []
         self.seen = [0] * len(self.windows)
+        self.num_whole = 0
         self._padding = None  # (batch, tokens), False for tokens that are not stored; None where all are
         self.matrix = None
         self._open = set()  # layers with tokens that are not advanced yet
@@ -80,8 +83,12 @@ class Rows:
             raise ValueError(f"this cache holds a batch of {len(self.rows)}, got keys of {key.shape[0]}: reset() it for another batch")
         if layer in self._open:
             self._advance()
+            if self._expected or len(set(self.seen) - {0}) > 1:
+                self._check_whole_step()
             self._unseen.clear()  # layers that no step reaches are not waited for
             self._stored.clear()
+        if not self._open:
+            self._check_lengths()
         self._open.add(layer)
         self._expected.add(layer)
         self.seen[layer] += key.shape[2]
@@ -125,7 +132,8 @@ class Rows:
         if not lengths.any():
             return self.clear()
         self._unseen.clear()
-        self.seen = [int(lengths.max())] * len(self.windows)
+        self.num_whole = int(lengths.max())
+        self.seen = [self.num_whole] * len(self.windows)
         if lengths.min() < lengths.max():
             self._padding = np.arange(lengths.max()) >= (lengths.max() - lengths)[:, None]
 
@@ -163,9 +171,11 @@ class Rows:
                 f"filled before, or does generate give it every token again, as with use_cache=False?"
             )
         if (mask.q_offset, mask.q_length) != (before, n):
+            self._expected.discard(layer)  # so that the step may come again
+            self.seen[layer] = before
             raise RuntimeError(
                 f"layer {self.numbers[layer]} holds {before} tokens and got {n} more, and the mask is one for {mask.q_offset} and {mask.q_length}: "
-                f"a step before ended between two layers, or the mask is not this cache's. reset() the cache"
+                f"the step before broke off between two layers, or the mask is not this cache's. {self._way_back()}"
             )
         owner, parts = mask.parts
         if owner is not self:
@@ -187,13 +197,11 @@ class Rows:
                 "attention_mask differs from what it was when the tokens before came: what was stored stays visible, "
                 "and padding was not stored"
             )
-        if shape[1] > min(filter(None, self.windows), default=shape[1]):
-            begun = np.logical_or.accumulate(padding, axis=1)
-            if (begun & ~padding).any():
-                raise ValueError(
-                    "attention_mask has padding after the first token of a row, which kvfast cannot count in a "
-                    "sliding window: pad on the left"
-                )
+        if shape[1] > min(filter(None, self.windows), default=shape[1]) and not _pads_left(padding):
+            raise ValueError(
+                "attention_mask has padding after the first token of a row, which kvfast cannot count in a "
+                "sliding window: pad on the left"
+            )
         self._padding = padding
         return [_part(row) for row in padding[:, before:]]
 
@@ -221,6 +229,10 @@ class Rows:
                 "the sliding windows: go on with that, or reset() it"
             )
 
+    def pads_left(self):
+        """Whether all padding is before the tokens of each row."""
+        return self._padding is None or _pads_left(self._padding)
+
     def first_seen(self, layer, length):
         """The first token that the last one of `length` sees at most: what a layer of transformers' own would show."""
         window = self.windows[layer]
@@ -238,23 +250,63 @@ class Rows:
 
     # --- between steps ---
 
-    def _is_whole(self):
+    def is_whole(self):
         """Whether all layers got the tokens of the last step. If not, the next mask will show whether the step ended."""
         return not self._expected and len(set(self.seen)) <= 1
 
     def _check_whole_step(self):
-        if not self._is_whole():
-            raise RuntimeError(f"the last step did not reach every layer (they have seen {self.seen} tokens): reset() the cache")
+        if not self.is_whole():
+            seen = " or ".join(map(str, sorted(set(self.seen))))
+            raise RuntimeError(f"the last step did not reach every layer (they have seen {seen} tokens). {self._way_back()}")
+
+    def _way_back(self):
+        return f"crop({self.num_whole - self.seen[0]}) takes the step back, or reset() the cache"
+
+    def _check_lengths(self):
+        """Raise RuntimeError if somebody else has changed a row."""
+        counted = [self.seen[0]] * len(self.rows) if self._padding is None else self.kept(0).sum(1).tolist()
+        for i, (row, n) in enumerate(zip(self.rows, counted)):
+            if len(row) != n:
+                raise RuntimeError(
+                    f"rows[{i}] holds {len(row)} tokens, and the cache has counted {n}: change a cache by its own crop, restore and reset, "
+                    f"and its rows not at all; rows[{i}].fork() is one to change"
+                )
 
     def _advance(self):
         """Count the tokens that all layers got as complete."""
-        if not self._is_whole():
+        if not self.is_whole():
             return
         for row in self.rows:
             new = row.layer_length(0) - len(row)
             if new:
                 row.advance(new)
+        self.num_whole = self.seen[0]
         self._open.clear()
+
+    def undo(self, count):
+        """Take back a step that did not reach every layer, as a part of the last `count` tokens.
+
+        Returns
+        -------
+        int
+            Tokens that are still to be dropped.
+        """
+        if self.is_whole():
+            return count
+        left = count - (self.seen[0] - self.num_whole)
+        if left < 0:
+            self._check_whole_step()
+        if not self.num_whole:
+            self.clear()
+            return 0
+        for row in self.rows:
+            row.truncate(len(row))
+        self._open.clear()
+        self._expected.clear()
+        self.seen = [self.num_whole] * len(self.seen)
+        if self._padding is not None:
+            self._padding = self._padding[:, : self.num_whole]
+        return left
 
     def is_settled(self):
         """Whether this is between two steps."""
@@ -277,13 +329,14 @@ class Rows:
     def crop(self, count, states=None):
         """Drop the last `count` tokens of every row, padding included. `states`: those of each row after the tokens that stay, where
         there need be no checkpoint."""
+        count = self.undo(count)
         lengths, keep = self.lengths_after(count), max(self.seen[0] - count, 0)
         if states is None and all(n >= len(row) for row, n in zip(self.rows, lengths)):
             for row, n in zip(self.rows, lengths):  # rejected drafts leave no trace if nobody has counted them
                 row.truncate(len(row), keep=range(n - len(row)))
         else:
             self._crop_counted(lengths, states)
-        self.seen = [keep] * len(self.seen)
+        self.seen, self.num_whole = [keep] * len(self.seen), min(self.num_whole, keep)
         if self._padding is not None:
             self._padding = self._padding[:, :keep]
 
@@ -330,6 +383,11 @@ class Rows:
 def _text(shape):
     heads, k_dim, v_dim = shape
     return f"{heads} KV heads of {k_dim}" + (f" and {v_dim}" if v_dim != k_dim else "")
+
+
+def _pads_left(kept):
+    """Whether no padding follows a token, in an array of shape (batch, tokens)."""
+    return not (np.logical_or.accumulate(kept, axis=1) & ~kept).any()
 
 
 def _part(row):

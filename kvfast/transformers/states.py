@@ -32,7 +32,7 @@ class Recomputing:
     cache : KVFastCache
         That the model is called with. As long as it lives, a hook of the model tells the tokens.
     first : int
-        The position of the first token that is known.
+        The place of the first token that is known, padding counted.
     token_ids : list of int
 
     Raises
@@ -48,6 +48,7 @@ class Recomputing:
                 f"model must be None for {kind}, which {NOT_IN_PIECES[kind]} in transformers: some drafts would be misjudged"
             )
         self.model, self.first, self.token_ids = model, first, list(token_ids)
+        self._shift = 0  # of positions against places: generate counts no padding
         # With it transformers refuses to assist, as none of its own caches goes back. It still refuses those, after the prompt.
         model._is_stateful = False
         known = weakref.ref(cache)
@@ -55,35 +56,45 @@ class Recomputing:
         def before(_, args, options):
             cache = known()
             if cache is not None and any(one is cache for one in (*args, *options.values())):
-                self._take(options.get("input_ids", args[0] if args else None))
+                self._take(options.get("input_ids", args[0] if args else None), options.get("position_ids"))
 
         weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)
 
     def jumped(self, n, token_ids=()):
         """Learn that the cache holds `n` tokens, of which these are the last."""
-        self.first, self.token_ids = n - len(token_ids), list(token_ids)
+        self.first, self.token_ids, self._shift = n - len(token_ids), list(token_ids), 0
+
+    def copy(self, cache):
+        """The same for another cache that holds the same tokens."""
+        other = Recomputing(self.model, cache, self.first, self.token_ids)
+        other._shift = self._shift
+        return other
 
     def knows(self, first, length):
-        """Whether the tokens of a cache of `length` are known from position `first` on."""
+        """Whether the tokens of a cache of `length` are known from place `first` on."""
         return self.first <= first and self.first + len(self.token_ids) == length
 
-    def run(self, cache, first, last):
-        """Compute the tokens from position `first` to `last` again."""
+    def run(self, cache, first, last, padding):
+        """Compute the tokens from place `first` to `last` again, after `padding` tokens of padding."""
         token_ids, model = self.token_ids[first - self.first : last - self.first], self.model.base_model
+        options = {"attention_mask": (torch.arange(last) >= padding)[None]} if padding else {}
         # Some models count positions from 0 without them, others know none.
-        options = {"position_ids": torch.arange(first, last)[None]} if "position_ids" in signature(model.forward).parameters else {}
+        if "position_ids" in signature(model.forward).parameters:
+            options["position_ids"] = torch.arange(first, last)[None] + self._shift
         with torch.no_grad():
             model(torch.tensor([token_ids]), **{cache_argument(): cache}, **options)
 
     def cut(self, n):
-        """Forget the tokens from position `n` on."""
+        """Forget the tokens from place `n` on."""
         del self.token_ids[max(0, n - self.first) :]
 
-    def _take(self, input_ids):
+    def _take(self, input_ids, position_ids):
         if input_ids is None or len(input_ids) != 1:
             self.jumped(MAX_TOKENS)  # until the cache is empty
         else:
             self.token_ids += input_ids[0].tolist()
+        if position_ids is not None:
+            self._shift = int(position_ids.flatten()[-1]) + 1 - self.first - len(self.token_ids)
 
 
 class LayerStates:
@@ -96,6 +107,8 @@ class LayerStates:
     rows : Rows
     stride : int
         Tokens after which a step of one token leaves a checkpoint. Steps of several tokens always do, before and after them.
+    last : int
+        The last layer that asks for something in each step.
 
     Attributes
     ----------
@@ -103,10 +116,10 @@ class LayerStates:
         Tokens of the step that begins.
     """
 
-    def __init__(self, layers, rows, stride):
+    def __init__(self, layers, rows, stride, last):
         self._layers = {i: layer for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionLayer)}
         self._rows, self._stride, self.coming = rows, stride, 0
-        self._num_layers = len(layers)
+        self._num_layers, self._last = len(layers), last
         self.jumped()
 
     def jumped(self):
@@ -114,9 +127,31 @@ class LayerStates:
         self._last_layer, self._seen = self._num_layers, self._rows.seen[0]
         self._checkpoint = self._seen
 
+    def is_whole(self):
+        """Whether the last step reached every layer. Without states there is nothing that could be ahead."""
+        return self._rows.is_whole() and (self._last_layer >= self._last or not self._names())
+
+    def check_whole(self):
+        """Raise RuntimeError where layers have states of other tokens than the rows hold."""
+        if self.is_whole():
+            return
+        back = "reset() the cache"
+        if self._rows.rows:
+            lost = [len(row) - storage_in(row).checkpoints.nearest(len(row)) for row in self._rows.rows]
+            back = f"crop({self._rows.num_whole - self._rows.seen[0] - max(lost)}) goes back to a checkpoint, or {back}"
+        raise RuntimeError(f"the last step did not reach every layer, and some have states of tokens that others do not know: {back}")
+
+    def begin(self, num_tokens):
+        """Learn that a step of `num_tokens` begins."""
+        self.check_whole()
+        self.coming = num_tokens
+
     def enter(self, index):
         """Learn that the model has come to a layer. Layers come in their order, so a lower one than before begins a step."""
-        begins, self._last_layer = index < self._last_layer, index
+        begins = index < self._last_layer
+        if begins:
+            self.check_whole()
+        self._last_layer = index
         seen = self._rows.seen[0]
         if not begins or seen == self._seen or not self._rows.is_settled():
             return
@@ -160,27 +195,41 @@ class LayerStates:
         MissingCheckpointError
             The batch stays as it was.
         """
-        rows, lengths = self._rows.settled(), self._rows.lengths_after(count)
-        missing = [(row, n) for row, n in zip(rows, lengths) if 0 < n < len(row) and n not in row.checkpoints]
-        if missing and self._has_recorded(count):
+        broken = not self.is_whole()
+        if broken:
+            count, self._last_layer = self._rows.undo(count), -1  # until there are states of one token again
+        rows, lengths, seen = self._rows.settled(), self._rows.lengths_after(count), self._rows.seen[0]
+        if again is not None:
+            again.cut(seen)
+        missing = [(row, n) for row, n in zip(rows, lengths) if 0 < n < len(row) + broken and n not in row.checkpoints]
+        if missing and not broken and self._has_recorded(count):
             states = [{name: _array(self._cut(name, count)[i]) for name in self._names()} for i in range(len(rows))]
             self._rows.crop(count, states)
             self.crop_records(count)
             return self.jumped()
         if missing:
             row, n = missing[0]
-            nearest = storage_in(row).checkpoints.nearest(n)
-            if again is None or len(rows) > 1 or not again.knows(nearest, len(row)):
+            nearest, padding = storage_in(row).checkpoints.nearest(n), seen - len(row)
+            why = None
+            if again is None:
+                why = "make the cache with model=, which then computes the others again, for a batch of one"
+            elif len(rows) > 1:
+                why = "take a batch of one, for which model= computes the others again"
+            elif not again.knows(padding + nearest, seen) or not self._rows.pads_left():
+                why = "give the model its tokens as input_ids, padded on the left if at all: the cache knows only such tokens"
+            if why:
                 raise MissingCheckpointError(
-                    f"crop needs the states after {n} tokens, and the nearest checkpoint before is after {nearest}: crop to that, or "
-                    f"make the cache with model=, which then computes the other {n - nearest} again, for a batch of one",
+                    f"crop needs the states after {n} tokens, and the nearest checkpoint before is after {nearest}: crop to that, or {why}",
                     nearest,
                 )
             self._rows.crop(count + n - nearest)
             self.load()
-            return again.run(cache, nearest, n)
+            again.run(cache, padding + nearest, padding + n, padding)
+            return again.cut(padding + n)
         self._rows.crop(count)
         self.load()
+        if again is not None:
+            again.cut(self._rows.seen[0])
 
     def crop_records(self, count):
         """Let convolutions that record their states go back by `count` tokens, and forget the record."""

@@ -10,6 +10,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 import kvfast.torch
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_TOKENS
+from kvfast.core.text import size_text
 from kvfast.errors import CacheFullError
 from kvfast.transformers.attention import check_call
 
@@ -53,11 +54,7 @@ class BlocksLayer(CacheLayerMixin):
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Count new keys and values, and hand them to the attention function."""
-        if self._config._attn_implementation != STATIC:
-            raise ValueError(
-                f"a KVFastStaticCache needs a model with attn_implementation={STATIC!r}, got {self._config._attn_implementation!r}: "
-                f"model.set_attn_implementation({STATIC!r})"
-            )
+        self._check_attention()
         n = key_states.shape[2]
         if not torch.compiler.is_compiling() and self.cumulative_length + n > self.max_cache_len:  # else the operator refuses them
             raise CacheFullError(
@@ -70,7 +67,15 @@ class BlocksLayer(CacheLayerMixin):
         self.cumulative_length.add_(n)
         return New(key_states, self), New(value_states, self)
 
+    def _check_attention(self):
+        if self._config._attn_implementation != STATIC:
+            raise ValueError(
+                f"a KVFastStaticCache needs a model with attn_implementation={STATIC!r}, got {self._config._attn_implementation!r}: "
+                f"model.set_attn_implementation({STATIC!r})"
+            )
+
     def get_mask_sizes(self, query_length):
+        self._check_attention()  # before masks of another kind fail
         return self.max_cache_len, 0
 
     def get_seq_length(self):
@@ -78,10 +83,6 @@ class BlocksLayer(CacheLayerMixin):
 
     def get_max_length(self):
         return self.max_cache_len
-
-    def crop(self, tokens_to_remove):
-        """Drop the last tokens; as transformers' own, `tokens_to_remove` is below 0."""
-        self.cumulative_length.sub_(abs(tokens_to_remove))
 
     def reset(self):
         self.cumulative_length.zero_()
@@ -133,6 +134,20 @@ class KVFastStaticCache(Cache):
         kvfast.torch.new_blocks(1, 1, block_size, dtype, block_size=block_size)  # which refuses formats and sizes
         windows = [one.get("sliding_window") for one in options]
         super().__init__(layers=[BlocksLayer(text, window, max_cache_len, dtype, block_size) for window in windows])
+
+    def crop(self, tokens_to_remove):
+        """Drop the last tokens, -`tokens_to_remove` of those that the first layer has seen: so it takes back a step that broke off."""
+        keep = self.layers[0].cumulative_length - abs(tokens_to_remove)
+        for layer in self.layers:
+            layer.cumulative_length.clamp_(max=keep)
+
+    def __repr__(self):
+        first = self.layers[0]
+        blocks = [layer.blocks for layer in self.layers if layer.is_initialized]
+        return (
+            f"KVFastStaticCache({first.dtype}, {len(self.layers)} layers, batch of {len(first.block_table) if blocks else 0}, "
+            f"{int(first.cumulative_length)} of {first.max_cache_len} tokens, {size_text(sum(one.nbytes for one in blocks))})"
+        )
 
 
 def padding_of(

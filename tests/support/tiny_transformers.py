@@ -105,3 +105,15 @@ def logits(model, ids, implementation, cache, mask=None):
     model.set_attn_implementation(implementation)
     with torch.no_grad():
         return model(ids, attention_mask=mask, **{cache_argument(): cache}).logits
+
+
+def interrupt(layer, step):
+    """Ctrl-C as soon as a step comes to a layer."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = layer.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    hook.remove()

@@ -187,3 +187,13 @@ def test_an_exported_layer(tmp_path):
     loaded, own = torch._inductor.aoti_load_package(path), blocks.clone()
     assert torch.equal(loaded(own, *given), expected)
     assert own.any()
+
+
+def test_tensors_without_data_stand_beside_no_others():
+    blocks, k = kvfast.torch.new_blocks(4, 2, 64, "float32"), torch.ones(40, 2, 64)
+    with pytest.raises(ValueError, match="all tensors must be on the CPU, or without data on meta, got cpu and meta"):
+        torch.ops.kvfast.append(blocks, k.to("meta"), k, torch.arange(40), "float32")
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="got cpu and meta"):
+        torch.ops.kvfast.attend(blocks, k[:1].to("meta"), table, lengths, "float32")
+    torch.ops.kvfast.append(blocks.to("meta"), k.to("meta"), k.to("meta"), torch.arange(40, device="meta"), "float32")

@@ -1,13 +1,27 @@
 """kvfast.transformers: the cache itself, tensors, and what is refused."""
 
 import copy
+import functools
 import subprocess
 import sys
 import warnings
 
 import numpy as np
 import pytest
-from tiny_transformers import MODELS, QUIET, SLIDING, KVFastCache, logits, ours, prompt, random_model, stock, torch, transformers
+from tiny_transformers import (
+    MODELS,
+    QUIET,
+    SLIDING,
+    KVFastCache,
+    interrupt,
+    logits,
+    ours,
+    prompt,
+    random_model,
+    stock,
+    torch,
+    transformers,
+)
 
 import kvfast
 from kvfast.transformers.attention import as_numpy, attention
@@ -286,25 +300,80 @@ def test_padding_that_changes_is_refused(llama, models):
         logits(models("mistral"), prompt(1, 30)[0], "kvfast", KVFastCache(models("mistral").config), mask)
 
 
-def test_a_step_that_broke_off_is_noticed(llama):
-    cache = KVFastCache(llama.config, "float32")
-    logits(llama, prompt(1, 5)[0], "kvfast", cache)
+def test_a_step_that_broke_off_is_noticed_and_taken_back(llama):
+    ids, cache = prompt(1, 20)[0], KVFastCache(llama.config, "float32")
+    logits(llama, ids[:, :5], "kvfast", cache)
     weight = llama.model.layers[2].self_attn.k_proj.weight
     kept = weight.detach().clone()
     with torch.no_grad():
         weight[0, 0] = float("nan")
     try:
         with pytest.raises(kvfast.NonFiniteInputError):
-            logits(llama, prompt(1, 1)[0], "kvfast", cache)
+            logits(llama, ids[:, 5:8], "kvfast", cache)
     finally:
         weight.data.copy_(kept)
-    with pytest.raises(RuntimeError, match=r"ended between two layers.*reset\(\)"):
-        logits(llama, prompt(1, 1)[0], "kvfast", cache)
-    with pytest.raises(RuntimeError, match="did not reach every layer"):
-        cache.crop(-1)
-    cache.reset()
-    ids, mask = prompt(1, 9)
-    assert ours(llama, ids, mask, cache).tolist() == stock(llama, ids, mask).tolist()
+    for call in (
+        *(functools.partial(logits, llama, ids[:, 8:9], one, cache) for one in ("kvfast", "sdpa", "kvfast")),
+        lambda: cache.rows,
+        lambda: cache.crop(-1),
+        lambda: copy.deepcopy(cache),
+        lambda: cache.batch_repeat_interleave(2),
+    ):
+        with pytest.raises(RuntimeError, match=r"did not reach every layer .they have seen 5 or 8 tokens.. crop\(-3\)"):
+            call()
+    cache.crop(-3)
+    assert cache.get_seq_length() == len(cache.rows[0]) == 5
+    assert torch.equal(logits(llama, ids[:, 5:], "kvfast", cache), logits(llama, ids[:, 5:], "kvfast", cache_after(llama, ids[:, :5])))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("begun, dropped", [(0, 4), (30, 4), (30, 9), (30, 34)])
+def test_an_interrupted_step_costs_no_more_than_itself(models, name, begun, dropped):
+    """Between any two layers, in a batch with padding."""
+    model, (ids, mask) = models(name), prompt(2, 40, (0, 3))
+    for layer in model.model.layers[1:]:
+        cache = KVFastCache(model.config, "float32")
+        if begun:
+            logits(model, ids[:, :begun], "kvfast", cache, mask[:, :begun])
+        interrupt(layer, functools.partial(logits, model, ids[:, begun : begun + 4], "kvfast", cache, mask[:, : begun + 4]))
+        assert cache.get_seq_length() == begun + 4
+        cache.crop(-dropped)
+        keep = begun + 4 - dropped
+        expected = cache_after(model, ids[:, :keep], mask[:, :keep])
+        assert cache.get_seq_length() == keep
+        found = [logits(model, ids[:, keep:], "kvfast", one, mask) for one in (cache, expected)]
+        assert torch.allclose(*found, atol=1e-4)
+
+
+def test_dtypes_of_torch_and_single_snapshots(llama):
+    cache = KVFastCache(llama.config, torch.float16, v_dtype=torch.bfloat16)
+    logits(llama, prompt(1, 5)[0], "kvfast", cache)
+    assert cache.rows[0].dtype == "float16/bfloat16"
+    with pytest.raises(TypeError, match="snapshots must be a list with one for each row, got a Snapshot"):
+        KVFastCache(llama.config).restore(cache.rows[0].snapshot())
+
+
+def test_weights_are_for_eager_attention(llama):
+    ids, mask = prompt(1, 5)
+    with pytest.raises(ValueError, match='asks for output_attentions.*use attn_implementation="eager"'):
+        ours(llama, ids, mask, output_attentions=True, return_dict_in_generate=True)
+
+
+def test_rows_that_others_change_are_noticed(llama):
+    ids, cache = prompt(1, 20)[0], cache_after(llama, prompt(1, 20)[0])
+    snapshot = cache.rows[0].snapshot()
+    cache.rows[0].truncate(15)
+    with pytest.raises(RuntimeError, match=r"rows\[0\] holds 15 tokens, and the cache has counted 20: change a cache by its own crop"):
+        logits(llama, ids[:, :1], "kvfast", cache)
+    cache.rows[0].restore(snapshot)
+    assert torch.equal(logits(llama, ids, "kvfast", cache), logits(llama, ids, "kvfast", cache_after(llama, ids)))
+
+
+def cache_after(model, ids, mask=None):
+    cache = KVFastCache(model.config, "float32")
+    if ids.shape[1]:
+        logits(model, ids, "kvfast", cache, mask)
+    return cache
 
 
 def test_attention_that_is_not_kvfasts_is_noticed(llama):

@@ -8,7 +8,7 @@ import pytest
 from dict_store import DictStore
 from selection import exhaustive
 from tiny_architectures import small_model
-from tiny_transformers import QUIET, KVFastCache, logits, ours, prompt, stock, torch, transformers
+from tiny_transformers import QUIET, KVFastCache, interrupt, logits, ours, prompt, stock, torch, transformers
 
 import kvfast
 from kvfast.planning.model_shape import read_shape
@@ -113,6 +113,54 @@ def test_a_model_computes_what_lies_after_the_checkpoint(model):
         assert one.get_seq_length() == 59
 
 
+def test_a_step_that_broke_off_is_noticed_and_taken_back(model):
+    """Between any two layers: the states of some are those of a token that others do not know."""
+    ids = prompt(1, 40)[0]
+    for layer in model.base_model.layers[1:]:
+        cache, known = cache_of(model), cache_of(model, model=model)
+        for one in (cache, known):
+            for first, last in ((0, 20), (20, 30), (30, 31), (31, 32)):
+                run(model, ids[:, first:last], one)
+            interrupt(layer, functools.partial(run, model, ids[:, 32:33], one))
+        ahead = cache.get_seq_length() - 32
+        for call in (run, lambda *of: of[-1].rows, lambda *of: copy.deepcopy(of[-1])):
+            with pytest.raises(RuntimeError, match="did not reach every layer"):
+                call(model, ids[:, 33:], cache)
+        with pytest.raises(kvfast.MissingCheckpointError, match="nearest checkpoint before is after 30"):
+            cache.crop(-ahead)
+        with pytest.raises(RuntimeError, match=r"crop\(-2\) goes back to a checkpoint"):
+            run(model, ids[:, 33:], cache)
+        cache.crop(-2)
+        known.crop(-ahead)
+        assert cache.get_seq_length() == 30 and known.get_seq_length() == 32
+        for one, seen in ((cache, 30), (known, 32)):
+            computed = cache_of(model)
+            run(model, ids[:, :seen], computed)
+            assert error(run(model, ids[:, seen:], one), run(model, ids[:, seen:], computed)) < 1e-4
+            assert len(one.rows[0]) == 40
+
+
+def test_a_model_computes_again_behind_padding(model):
+    ids, mask = prompt(1, 40, (7,))
+    cache = cache_of(model, model=model)
+    for first, last in ((0, 20), (20, 31)):
+        logits(model, ids[:, first:last], "kvfast", cache, mask[:, :last])
+    cache.crop(-4)
+    assert cache.get_seq_length() == 27 and len(cache.rows[0]) == 20
+    computed = cache_of(model)
+    logits(model, ids[:, :27], "kvfast", computed, mask[:, :27])
+    found = [logits(model, ids[:, 27:], "kvfast", one, mask) for one in (cache, computed)]
+    assert error(*found) < 1e-4
+    ids, mask = ids.repeat(1, 3)[:, :87], torch.cat([mask, torch.ones(1, 47, dtype=torch.long)], 1)
+    cache = cache_of(model, model=model)
+    tokens = ours(model, ids, mask, cache, prompt_lookup_num_tokens=5)
+    assert tokens.tolist() == stock(model, ids, mask).tolist()
+    other = copy.deepcopy(cache)
+    model.set_attn_implementation("kvfast")
+    other.crop(-3)
+    assert len(other.rows[0]) == 80 + 15 - 3
+
+
 def test_assisted_generation(model):
     ids = prompt(1, 8)[0].repeat(1, 4)
     mask = torch.ones_like(ids)
@@ -130,7 +178,7 @@ def test_batches_go_back_together_and_are_not_computed_again():
     logits(model, ids[:, :20], "kvfast", cache, mask[:, :20])
     expected = logits(model, ids[:, 20:], "kvfast", copy.deepcopy(cache), mask)
     logits(model, ids[:, 20:31], "kvfast", cache, mask[:, :31])
-    with pytest.raises(kvfast.MissingCheckpointError, match="for a batch of one"):
+    with pytest.raises(kvfast.MissingCheckpointError, match="take a batch of one"):
         cache.crop(-3)
     cache.crop(-11)
     assert torch.equal(logits(model, ids[:, 20:], "kvfast", cache, mask), expected)

@@ -1,7 +1,7 @@
 """kvfast.transformers.KVFastStaticCache: the tokens of transformers' own caches, also of a step that is compiled."""
 
 import pytest
-from tiny_transformers import MODELS, QUIET, logits, new_model, padded, prompt, random_model, stock, torch, transformers
+from tiny_transformers import MODELS, QUIET, interrupt, logits, new_model, padded, prompt, random_model, stock, torch, transformers
 
 import kvfast
 from kvfast.transformers import KVFastStaticCache
@@ -82,10 +82,26 @@ def test_a_cache_goes_back():
     assert torch.equal(logits(model, ids, "kvfast_static", cache, mask), first)
 
 
+def test_a_step_that_broke_off_is_taken_back():
+    model = random_model("llama")
+    ids, mask = prompt(1, 30)
+    cache = KVFastStaticCache(model.config, 80, "float32")
+    first = logits(model, ids, "kvfast_static", cache, mask)
+    cache.crop(-10)
+    interrupt(model.model.layers[2], lambda: logits(model, ids[:, 20:24], "kvfast_static", cache, mask[:, :24]))
+    assert repr(cache) == "KVFastStaticCache(float32, 4 layers, batch of 1, 24 of 80 tokens, 128.0 KiB)"
+    cache.crop(-4)
+    assert torch.allclose(logits(model, ids[:, 20:], "kvfast_static", cache, mask), first[:, 20:], atol=1e-5)
+
+
 def test_what_is_refused():
     model = random_model("llama")
     ids, mask = prompt(1, 30)
     cache = KVFastStaticCache(model.config, 32, "int8")
+    for other in ("eager", "kvfast"):
+        with pytest.raises(ValueError, match=f"needs a model with attn_implementation=.kvfast_static., got .{other}.: model.set_attn"):
+            model.set_attn_implementation(other)
+            model.generate(ids, attention_mask=mask, max_new_tokens=4, **{cache_argument(): cache})
     with pytest.raises(ValueError, match=r"needs a model with attn_implementation=.kvfast_static., got .eager.: model.set_attn"):
         stock(model, ids, mask, **{cache_argument(): cache})
     with pytest.raises(kvfast.CacheFullError, match="32 tokens and 1 more do not fit max_cache_len=32: make a longer cache"):

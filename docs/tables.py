@@ -281,8 +281,7 @@ def peers_file(name):
     return f"# All figures of bench/{name}.json\n\nWritten by docs/tables.py.\n\n{_contenders().tables(load(name))}"
 
 
-_PEERS = {"Zen 5": "peers_zen5", "Zen 4": "peers_zen4", "Xeon": "peers"}
-_NO_CASE = {("Xeon", "float16")}  # an old commit, whose prompts in float16 had no matrix unit
+_PEERS = {"Zen 5": "peers_zen5", "Zen 4": "peers_zen4", "Xeon": "peers_xeon"}
 
 
 def _case(cell):
@@ -305,16 +304,21 @@ def _lead(cell, storage):
 
 def peers():
     """kvfast against the fastest peer of any storage, on all machines."""
+    return _peers([(machine, storage) for machine in _PEERS for storage in ("float16", "int8", "int4")])
+
+
+def fast_peers():
+    """The same in the fast precision, next to the exact one."""
+    return _peers([("Xeon", storage) for storage in ("int8", "fast int8", "int4", "fast int4")])
+
+
+def _peers(columns):
     kinds = ("decode", "batch", "prefill")
     found, order = {}, {}
-    for machine, name in _PEERS.items():
-        for cell in load(name)["cells"]:
+    for machine, storage in columns:
+        for cell in load(_PEERS[machine])["cells"]:
             order[_case(cell)] = (kinds.index(cell["kind"]), cell["model"] != "Llama-3-8B", cell["context"], cell["queries"])
-            for storage in ("float16", "int8", "int4"):
-                found.setdefault((_case(cell), machine, storage), {})[cell["threads"]] = _lead(cell, storage)
-    columns = [
-        (machine, storage) for machine in _PEERS for storage in ("float16", "int8", "int4") if (machine, storage) not in _NO_CASE
-    ]
+            found.setdefault((_case(cell), machine, storage), {})[cell["threads"]] = _lead(cell, storage)
     rows = []
     for case in sorted(order, key=lambda case: (order[case], case)):
         cells = [found.get((case, *column), {}) for column in columns]
@@ -371,6 +375,7 @@ TABLES = {
         speed,
         precision,
         peers,
+        fast_peers,
         architectures,
     )
 }
@@ -383,7 +388,7 @@ def table_file(name, *tables):
 
 
 # Long tables, which are not pages of the site.
-FILES = {BENCH / f"{name}.md": partial(peers_file, name) for name in _PEERS.values()}
+FILES = {BENCH / f"{name}.md": partial(peers_file, name) for name in (*_PEERS.values(), "peers_amx")}
 FILES |= {
     BENCH / f"{name}.md": partial(table_file, name, *tables)
     for name, tables in {

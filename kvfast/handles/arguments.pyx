@@ -102,7 +102,7 @@ cdef Options options_of(const kvfast_options *options, Rows out, Rows q, Rows ro
         num_sink_tokens=None if sinks == 0 else 0 if sinks == -1 else sinks,
         sinks=_per_head(options.sinks, q.rows.heads), alibi_slopes=_per_head(options.alibi_slopes, q.rows.heads),
         return_lse=options.lse != NULL, num_splits=options.num_splits, num_threads=options.num_threads or None,
-        attention_chunk_size=options.attention_chunk_size or None, spans=spans, clamp_spans=options.clamp_spans, parents=parents,
+        attention_chunk_size=options.attention_chunk_size or None, spans=spans, clamp_spans=options.clamp_spans != 0, parents=parents,
         chosen=_chosen(options, q.rows.tokens), chosen_run=options.chosen_run or 1, precision=_precision(options.precision))
 
 

@@ -5,6 +5,7 @@ The states of a step lie in transformers' own layers. A copy of them becomes a c
 
 import weakref
 from inspect import signature
+from types import NoneType
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvfast.caches.stored_sequence import storage_in
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import IncompatibleSnapshotError, MissingCheckpointError
+from kvfast.transformers.layers import StoredLayer
 from kvfast.transformers.versions import cache_argument
 
 # Models that transformers computes otherwise in pieces than at once.
@@ -21,6 +23,9 @@ NOT_IN_PIECES = {
     "jamba": "computes several tokens without the state before them",
     "recurrent_gemma": "keeps its states outside of a cache",
 }
+
+
+BROKEN = -1  # in place of the last layer: there are states of different tokens
 
 
 class Recomputing:
@@ -142,13 +147,15 @@ class LayerStates:
         raise RuntimeError(f"the last step did not reach every layer, and some have states of tokens that others do not know: {back}")
 
     def begin(self, num_tokens):
-        """Learn that a step of `num_tokens` begins."""
-        self.check_whole()
+        """Learn that a step of `num_tokens` begins. A model may say so again in layers with keys, which notice by themselves what is
+        amiss."""
+        if self._last_layer == BROKEN or not isinstance(self._layers.get(self._last_layer), (StoredLayer, NoneType)):
+            self.check_whole()
         self.coming = num_tokens
 
     def enter(self, index):
         """Learn that the model has come to a layer. Layers come in their order, so a lower one than before begins a step."""
-        begins = index < self._last_layer
+        begins = index < self._last_layer or self._last_layer == BROKEN
         if begins:
             self.check_whole()
         self._last_layer = index
@@ -197,7 +204,7 @@ class LayerStates:
         """
         broken = not self.is_whole()
         if broken:
-            count, self._last_layer = self._rows.undo(count), -1  # until there are states of one token again
+            count, self._last_layer = self._rows.undo(count), BROKEN
         rows, lengths, seen = self._rows.settled(), self._rows.lengths_after(count), self._rows.seen[0]
         if again is not None:
             again.cut(seen)

@@ -260,7 +260,8 @@ class Rows:
             raise RuntimeError(f"the last step did not reach every layer (they have seen {seen} tokens). {self._way_back()}")
 
     def _way_back(self):
-        return f"crop({self.num_whole - self.seen[0]}) takes the step back, or reset() the cache"
+        ahead = self.seen[0] - self.num_whole
+        return f"crop({-ahead}) takes the step back, or reset() the cache" if ahead else "reset() the cache"
 
     def _check_lengths(self):
         """Raise RuntimeError if somebody else has changed a row."""
@@ -303,10 +304,14 @@ class Rows:
             row.truncate(len(row))
         self._open.clear()
         self._expected.clear()
-        self.seen = [self.num_whole] * len(self.seen)
-        if self._padding is not None:
-            self._padding = self._padding[:, : self.num_whole]
+        self._cut(self.num_whole)
         return left
+
+    def _cut(self, n):
+        """Count the first `n` tokens alone."""
+        self.seen, self.num_whole = [n] * len(self.seen), min(self.num_whole, n)
+        if self._padding is not None:
+            self._padding = self._padding[:, :n]
 
     def is_settled(self):
         """Whether this is between two steps."""
@@ -336,9 +341,7 @@ class Rows:
                 row.truncate(len(row), keep=range(n - len(row)))
         else:
             self._crop_counted(lengths, states)
-        self.seen, self.num_whole = [keep] * len(self.seen), min(self.num_whole, keep)
-        if self._padding is not None:
-            self._padding = self._padding[:, :keep]
+        self._cut(keep)
 
     def _crop_counted(self, lengths, states):
         rows = self.settled()

@@ -140,6 +140,15 @@ def test_a_step_that_broke_off_is_noticed_and_taken_back(model):
             assert len(one.rows[0]) == 40
 
 
+def test_a_first_step_that_broke_off_leaves_nothing(model):
+    ids = prompt(1, 20)[0]
+    for layer in model.base_model.layers[1:]:
+        cache = cache_of(model)
+        interrupt(layer, functools.partial(run, model, ids, cache))
+        cache.crop(-cache.get_seq_length())
+        assert cache.get_seq_length() == 0 and torch.equal(run(model, ids, cache), run(model, ids, cache_of(model)))
+
+
 def test_a_model_computes_again_behind_padding(model):
     ids, mask = prompt(1, 40, (7,))
     cache = cache_of(model, model=model)

@@ -8,7 +8,7 @@ from kvfast.core.text import shown
 cdef extern from "simd/kernels.h" nogil:
     const kv_kernels *kv_all_kernels[8]
     bint kv_supported(const kv_kernels *kernels)
-    void kv_begin_fast()
+    void kv_begin()
     const kv_kernels *kv_fast(const kv_kernels *exact)
 
     ctypedef struct kv_cpu_feature:
@@ -179,7 +179,7 @@ class use_isa:
 def _begin():
     """Use the tier and the precision that the environment names, or the best tier and exact attention."""
     global _active, _precision
-    kv_begin_fast()
+    kv_begin()
     try:
         _precision = parse_precision(os.environ.get("KVFAST_PRECISION") or "exact")
     except ValueError as error:

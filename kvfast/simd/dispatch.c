@@ -28,7 +28,7 @@ const float kv_signs[KV_MAX_HEAD_DIM] = {KV_SIGNS_256(0) KV_SIGNS_256(256)};
 const kv_kernels *const kv_all_kernels[] = {KV_TIERS(KV_ADDRESS) NULL};
 
 #define KV_PAIR(fast, exact) {&kv_kernels_##fast, &kv_kernels_##exact},
-static const kv_kernels *const overrides[][2] = {KV_FAST_TIERS(KV_PAIR) {NULL, NULL}};
+static const kv_kernels *const own_of_fast[][2] = {KV_FAST_TIERS(KV_PAIR) {NULL, NULL}};
 static kv_kernels fast_kernels[sizeof kv_all_kernels / sizeof *kv_all_kernels];
 
 #if KV_X86
@@ -151,27 +151,22 @@ int kv_supported(const kv_kernels *kernels)
     return 1;
 }
 
-/* Puts what a table has into another one. */
-#define KV_PUT(to, from, member) \
-    if ((from)->member) (to)->member = (from)->member
-
-void kv_begin_fast(void)
+/* Gives a table what it has not and another one has. A table is a row of pointers; has_matrix takes the place of one. */
+static void complete(kv_kernels *table, const kv_kernels *from)
 {
-    for (int i = 0; kv_all_kernels[i]; i++) fast_kernels[i] = *kv_all_kernels[i];
-    for (int j = 0; overrides[j][0]; j++) {
-        const kv_kernels *from = overrides[j][0];
-        kv_kernels *to = (kv_kernels *)kv_fast(overrides[j][1]);
-        for (int dtype = 0; dtype < KV_NUM_DTYPES; dtype++) {
-            KV_PUT(to, from, prepare[dtype]);
-            KV_PUT(to, from, scores[dtype]);
-            KV_PUT(to, from, accumulate[dtype]);
-            KV_PUT(to, from, accumulate_latent[dtype]);
-        }
-        for (int kind = 0; kind < KV_NUM_WIDE_KINDS; kind++) {
-            KV_PUT(to, from, prepare_panel[kind]);
-            KV_PUT(to, from, attend_panels[kind]);
-        }
-    }
+    static const char nothing[sizeof(void *)];
+    for (size_t at = 0; at < sizeof *table; at += sizeof nothing)
+        if (!memcmp((char *)table + at, nothing, sizeof nothing)) memcpy((char *)table + at, (const char *)from + at, sizeof nothing);
+}
+
+void kv_begin(void)
+{
+    int num_tiers = 0;
+    while (kv_all_kernels[num_tiers]) num_tiers++;
+    for (int i = 0; i < num_tiers; i++)
+        if (kv_all_kernels[i]->base) complete((kv_kernels *)kv_all_kernels[i], kv_all_kernels[i]->base);
+    for (int j = 0; own_of_fast[j][0]; j++) complete((kv_kernels *)kv_fast(own_of_fast[j][1]), own_of_fast[j][0]);
+    for (int i = 0; i < num_tiers; i++) complete(fast_kernels + i, kv_all_kernels[i]);
 }
 
 const kv_kernels *kv_fast(const kv_kernels *exact)

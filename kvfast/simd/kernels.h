@@ -260,8 +260,9 @@ typedef struct {
     const uint16_t *centroids;
 } kv_codes;
 
-typedef struct {
+typedef struct kv_kernels {
     const char *isa;
+    const struct kv_kernels *base; /* or NULL; the tier that has what this one has not of its own, see kv_begin */
 
     /* Codec: rows of n floats, of the float dtypes. */
     void (*to_float[KV_NUM_DTYPES])(const void *source, ptrdiff_t n, float *row);
@@ -350,11 +351,11 @@ typedef struct {
    operating system can run one. */
 extern const kv_kernels *const kv_all_kernels[];
 int kv_supported(const kv_kernels *kernels);
-
-/* The tables of the fast precision, whose activations have one byte (activations.inc.h): kernels of a tier that gain by this take the
-   place of the exact ones. kv_begin_fast makes all tables, once. kv_fast returns that of a tier. */
-void kv_begin_fast(void);
+/* The table of a tier in the fast precision, whose activations have one byte (activations.inc.h). */
 const kv_kernels *kv_fast(const kv_kernels *exact);
+/* Completes all tables; call it before the first kernel. What a tier has not of its own comes from its base, and what the fast
+   precision has not from the exact one. */
+void kv_begin(void);
 
 typedef struct { char vendor[13]; int family, model; } kv_cpu_identity;
 /* What an x86 processor calls itself; others have no vendor. */

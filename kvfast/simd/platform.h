@@ -100,7 +100,7 @@
 #define KV_FAST_TIERS(TIER) KV_FAST_MATRIX_TIERS(TIER) TIER(avx512_vnni_fast, avx512_vbmi) TIER(avx512_vnni_fast, avx512_vnni)
 #elif KV_X86
 #if KV_HAVE_AMX
-#define KV_FAST_MATRIX_TIERS(TIER) TIER(avx512_vbmi_fast, amx) TIER(amx_fast, amx) /* vectors, then its panels */
+#define KV_FAST_MATRIX_TIERS(TIER) TIER(amx_fast, amx) TIER(avx512_vbmi_fast, amx) /* its panels, and vectors */
 #else
 #define KV_FAST_MATRIX_TIERS(TIER)
 #endif
@@ -118,7 +118,7 @@
 #define KV_FAST_TIERS(TIER)
 #endif
 
-#define KV_DECLARE(tier, ...) extern const kv_kernels kv_kernels_##tier;
+#define KV_DECLARE(tier, ...) extern kv_kernels kv_kernels_##tier;
 KV_TIERS(KV_DECLARE)
 KV_FAST_TIERS(KV_DECLARE)
 #undef KV_DECLARE

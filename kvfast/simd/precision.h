@@ -7,7 +7,6 @@
 #define KV_FAST 0
 #endif
 #if KV_FAST
-#pragma GCC diagnostic ignored "-Wunused-function" /* those that only the exact precision has */
 #define KV_OF_TIER(name, tier) name##_##tier##_fast
 #else
 #define KV_OF_TIER(name, tier) name##_##tier

@@ -1,7 +1,11 @@
 /* All kernels of one tier, and their table. A file of tiers/ includes it, inside a target region, with KV(name) and KV_ISA set
    and one vec_*.h included before. All functions are static, so that no code of a newer instruction set can leak into code
-   that every processor runs. With KV_FAST 1, the table has only what the fast precision takes from it; see kv_begin_fast. */
+   that every processor runs. With KV_FAST 1, the table has only what the fast precision takes from it. With KV_BASE, the table of
+   another tier, it has only what multiplies codes. kv_begin fills in the rest. */
 #include "precision.h"
+#if KV_FAST || defined(KV_BASE)
+#pragma GCC diagnostic ignored "-Wunused-function" /* those that no entry of the table names */
+#endif
 #include "vectors/rows.inc.h"
 #include "coding/rotate.inc.h"
 #include "coding/coding.inc.h"
@@ -44,9 +48,12 @@
 /* The fast precision has kernels of codes alone. Where these must be short, other kernels would gain less than a tenth. */
 #if KV_FAST
 #define KV_EXACT(...)
-#define KV_OF_FLOATS(kernel) NULL
 #else
 #define KV_EXACT(...) __VA_ARGS__
+#endif
+#if KV_FAST || defined(KV_BASE)
+#define KV_OF_FLOATS(kernel) NULL
+#else
 #define KV_OF_FLOATS(kernel) kernel
 #endif
 #define KV_FLOAT_ROWS_ENTRY(kernel) KV_OF_FLOATS(kernel)
@@ -90,6 +97,10 @@
 #define KV_ATTENTION                                                                                                  \
     .prepare = {KV_DTYPES(KV_PREPARE)}, .scores = {KV_DTYPES(KV_SCORES)}, .accumulate = {KV_DTYPES(KV_ACCUMULATE)},   \
     .accumulate_latent = {KV_DTYPES(KV_LATENT)},
+#ifdef KV_BASE
+#undef KV_TABLE
+#define KV_TABLE .base = &KV_BASE,
+#endif
 #ifdef KV_SHORT_CODES
 #undef KV_ATTENTION
 #define KV_ATTENTION                                                                                                  \
@@ -117,7 +128,7 @@
 #define KV_PANELS KV_WORDS
 #endif
 
-const kv_kernels KV(kv_kernels) = {
+kv_kernels KV(kv_kernels) = {
     .isa = KV_ISA, KV_ATTENTION KV_PANELS
     KV_EXACT(KV_TABLE KV_OWN_CACHES(.multiply = {KV(multiply_int8), KV(multiply_float32)}))};
 #if defined(KV_MORE_KERNELS) && !KV_FAST /* those of a library that is built with these */
@@ -127,7 +138,7 @@ const kv_kernels KV(kv_kernels) = {
 KV_TARGET_END
 KV_TARGET_BEGIN(KV_MATRIX)
 #include "panels_tiles/tiles.inc.h"
-const kv_kernels KV_OF_TIER(kv_kernels, amx) = {
+kv_kernels KV_OF_TIER(kv_kernels, amx) = {
     .isa = "amx", KV_ATTENTION KV_TABLE
     KV_OWN_CACHES(.multiply = {KV(multiply_tiles), KV(multiply_float32)},)
     .has_matrix = 1,

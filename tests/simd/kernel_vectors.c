@@ -358,6 +358,7 @@ int main(int argc, char **argv)
 #if defined(_WIN32) && defined(__x86_64__)
     if (keeps_registers(spoils_a_register, NULL, 0)) return printf("a changed register is not noticed\n"), 2;
 #endif
+    kv_begin();
     for (const kv_kernels *const *tier = kv_all_kernels; *tier; tier++)
         if (kv_supported(*tier)) failures += hold_vectors(*tier, argv[1]), tiers++;
     printf("%d tiers, %d failures\n", tiers, failures);

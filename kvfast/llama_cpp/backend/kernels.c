@@ -25,7 +25,7 @@ int kv_use_tier(const char *isa)
 {
     for (const kv_kernels *const *kernels = kv_all_kernels; *kernels; kernels++) {
         if ((isa && strcmp((*kernels)->isa, isa)) || !kv_supported(*kernels)) continue;
-        kv_begin_fast();
+        kv_begin();
         active.attention = *kernels;
         active.fast = kv_fast(*kernels);
         active.rows = rows_of((*kernels)->isa);

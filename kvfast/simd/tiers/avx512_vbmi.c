@@ -6,6 +6,7 @@
 KV_TARGET_BEGIN(KV_TARGET)
 #define KV(name) KV_OF_TIER(name, avx512_vbmi)
 #define KV_ISA "avx512_vbmi"
+#define KV_BASE kv_kernels_avx512
 #define KV_VNNI
 #define KV_VBMI
 #if KV_HAVE_AMX && !KV_FAST /* fast_amx.c has those of the fast precision */

@@ -8,6 +8,7 @@ KV_TARGET_BEGIN("arch=armv8.2-a+i8mm")
 #endif
 #define KV(name) name##_neon_i8mm
 #define KV_ISA "neon_i8mm"
+#define KV_BASE kv_kernels_neon
 #define KV_I8MM
 #include "../isa/vec_neon.h"
 #include "../tier.inc.h"

@@ -1,3 +1,4 @@
+import functools
 import gc
 import os
 import runpy
@@ -60,6 +61,20 @@ def smollm2(smollm2_file):
     from kvfast import llama
 
     return smollm2_file, *llama.load(smollm2_file)
+
+
+@pytest.fixture(scope="session")
+def read_once(smollm2_file):
+    """transformers reads that file three times for a model and its tokenizer, each of 100,000 strings in Python, and makes the table
+    of all names once a module. This fixture has both done once a session."""
+    gguf = pytest.importorskip("gguf")
+    import kvfast.interop.gguf_file  # noqa: F401  (it needs the class)
+
+    of_any_file, once = gguf.GGUFReader, functools.cache(gguf.GGUFReader)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", lambda path: (once if Path(path) == smollm2_file else of_any_file)(path))
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        yield
 
 
 @pytest.fixture

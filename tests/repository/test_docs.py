@@ -89,6 +89,8 @@ def test_python_blocks_run(path, request, tmp_path, monkeypatch):
         request.getfixturevalue("smollm2")
     if re.search("<!-- needs: .*transformers -->", path.read_text("utf-8")):
         pytest.importorskip("transformers", reason="transformers is not installed")
+        if request.node.get_closest_marker("model"):
+            request.getfixturevalue("read_once")
     if "needs: gguf -->" in path.read_text("utf-8"):
         pytest.importorskip("gguf")
     if ".save(" in path.read_text("utf-8"):

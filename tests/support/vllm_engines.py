@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import sys
 import warnings
 from unittest import mock
@@ -178,3 +179,27 @@ def settle(llm):
     """Wait for what is stored in the background, and let vLLM forget its own prefixes."""
     get_kv_transfer_group().flush()
     assert llm.reset_prefix_cache()
+
+
+LENGTHS = 40, 300, 513, 700
+
+
+def prompts(lengths=LENGTHS, seed=0):
+    """Random ones, of these numbers of tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 500) for _ in range(n)] for n in lengths]
+
+
+def answers(folder, url=None, given=None, times=1, most=24, **options):
+    """What an engine says to each prompt, alone: as often as asked."""
+
+    def use(llm):
+        return [[generate(llm, [one], most)[0] for one in given or prompts()] for _ in range(times)]
+
+    options = {"max_num_batched_tokens": 256} | options
+    return in_engine(folder, use, **options, **({} if url is None else {"kv_transfer_config": stored(url)}))
+
+
+def values(folder):
+    """The files of a store."""
+    return sorted(folder.glob("??/*"))

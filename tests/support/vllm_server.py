@@ -20,7 +20,7 @@ def vllm_server(folder, *options, ready="kvfast keeps the KV cache as int8"):
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--kv-cache-dtype", "int8_per_token_head", *options]
-    with open(folder / "log", "w+") as log:
+    with open(folder / f"log-{port}", "w+") as log:
         environment = os.environ | {
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -36,6 +36,12 @@ def vllm_server(folder, *options, ready="kvfast keeps the KV cache as int8"):
                 server.wait(60)
             except subprocess.TimeoutExpired:  # how vLLM ends on a busy machine is not what this tests
                 kill(server)
+
+
+def storing(url):
+    """Options of a server that has a store for prompts."""
+    text = '{"kv_connector":"KVFastConnector","kv_role":"kv_both","kv_connector_extra_config":{"url":"%s"}}'
+    return "--kv-transfer-config", text % url
 
 
 def kill(server):

@@ -222,7 +222,7 @@ def test_without_the_cache(llama, models):
 
 
 @pytest.mark.model
-def test_smollm2(smollm2_file):
+def test_smollm2(smollm2_file, read_once):
     from kvfast.interop.gguf_file import GGUFFile
     from kvfast.llama import Tokenizer
 

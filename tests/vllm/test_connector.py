@@ -1,7 +1,5 @@
 """Prompts of vLLM in a store: what a fresh engine finds of them, and what happens when the store fails."""
 
-import random
-import threading
 import time
 from collections import Counter
 
@@ -10,12 +8,12 @@ import pytest
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
 from servers import Proxy, redis_server
-from vllm_engines import generate, in_engine, save_model, save_tokenizer, settle, stored
-from vllm_server import get, kill, stream, vllm_server
+from vllm_engines import LENGTHS, answers, generate, in_engine, prompts, save_model, save_tokenizer, settle, stored, values
+from vllm_server import get, storing, stream, vllm_server
 
 from kvfast.prompts.envelope import HEADER_BYTES, num_tokens_of
 from kvfast.vllm.prompts import settings
-from kvfast.vllm.prompts.figures import FIGURES, Figures
+from kvfast.vllm.prompts.figures import Figures
 from kvfast.vllm.prompts.settings import IDLE_WAIT
 from kvfast.vllm.prompts.transfers import Rates, Transfers
 
@@ -23,15 +21,9 @@ from kvfast.vllm.prompts.transfers import Rates, Transfers
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("figures")]
 
 CHUNK = 128
-LENGTHS = 40, 300, 513, 700
 # vLLM's own operator for the interleaved rotation of DeepSeek is wrong on CPUs.
 RIGHT = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 OPTIONS = {"deepseek": RIGHT, "qwen3_next": {"dtype": "bfloat16"}}
-
-
-def prompts(lengths=LENGTHS, seed=0):
-    draw = random.Random(seed)
-    return [[draw.randrange(3, 500) for _ in range(n)] for n in lengths]
 
 
 @pytest.fixture
@@ -46,20 +38,6 @@ def figures(monkeypatch):
 
     monkeypatch.setattr(Figures, "add", also)
     return total
-
-
-def values(folder):
-    return sorted(folder.glob("??/*"))
-
-
-def answers(folder, url=None, given=None, times=1, most=24, **options):
-    """What an engine says to each prompt, alone: as often as asked."""
-
-    def use(llm):
-        return [[generate(llm, [one], most)[0] for one in given or prompts()] for _ in range(times)]
-
-    options = {"max_num_batched_tokens": 256} | options
-    return in_engine(folder, use, **options, **({} if url is None else {"kv_transfer_config": stored(url)}))
 
 
 @pytest.mark.parametrize(
@@ -273,44 +251,6 @@ def test_another_connector_with_floats_outside_the_blocks_is_refused(folder_of, 
         in_engine(folder_of("llama"), print, kv_transfer_config=config, kv_cache_dtype="int4_per_token_head")
 
 
-def test_servers_share_a_store_and_are_killed(tmp_path):
-    """16 clients whose prompts share a beginning. The server is killed while it computes and stores, and another goes on with what is
-    there; its metrics tell so."""
-    save_model("llama", tmp_path)
-    save_tokenizer(tmp_path)
-    [begin] = prompts((500,))
-    given = [begin + tail for tail in prompts([60] * 16, seed=1)]
-    config = stored(tmp_path / "store")
-    text = '{"kv_connector":"KVFastConnector","kv_role":"kv_both","kv_connector_extra_config":%s}'
-    options = ("--kv-transfer-config", text % str(config.kv_connector_extra_config).replace("'", '"'))
-    with vllm_server(tmp_path, *options) as (server, port):
-        clients = [threading.Thread(target=quietly, args=(port, one)) for one in given]
-        for client in clients:
-            client.start()
-        while len(values(tmp_path / "store")) < 2:
-            assert any(client.is_alive() for client in clients)
-            time.sleep(0.02)
-        kill(server)
-        for client in clients:
-            client.join()
-    with vllm_server(tmp_path, *options) as (_, port):
-        words = [stream(port, one)[0] for one in given]
-        assert [stream(port, one)[0] for one in given[:3]] == words[:3]
-        metrics = get(port, "/metrics")
-    found = {line.split("{")[0]: float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("vllm:kvfast_prompts_")}
-    assert {f"vllm:kvfast_prompts_{name}_total" for name in FIGURES} <= set(found)
-    assert found["vllm:kvfast_prompts_num_hits_total"] >= 1 and found["vllm:kvfast_prompts_num_restored_tokens_total"] >= CHUNK
-    [expected] = answers(tmp_path, None, given, kv_cache_dtype="int8_per_token_head", most=16)
-    assert words == [[str(one) for one in tokens] for tokens in expected]
-
-
-def quietly(port, prompt):
-    try:
-        stream(port, prompt)
-    except (OSError, ValueError, AssertionError):
-        pass  # the server was killed
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("divided", ["tensor", "pipeline"])
 def test_ranks_have_parts_of_their_own(tmp_path, divided):
@@ -318,8 +258,7 @@ def test_ranks_have_parts_of_their_own(tmp_path, divided):
     save_model("llama", tmp_path)
     save_tokenizer(tmp_path)
     given, words = prompts((300, 500)), []
-    text = '{"kv_connector":"KVFastConnector","kv_role":"kv_both","kv_connector_extra_config":{"url":"%s"}}'
-    options = ["--kv-transfer-config", text % (tmp_path / "store"), f"--{divided}-parallel-size", "2"]
+    options = [*storing(tmp_path / "store"), f"--{divided}-parallel-size", "2"]
     if divided == "pipeline":
         options.append("--no-enforce-eager")  # without its compiler vLLM 0.32 has no tensors between the ranks
     for _ in range(2):

@@ -105,7 +105,7 @@ def test_the_texts_of_vllm(smollm2, of_vllm):
     check_texts(model, prompts[::4], "float32", of_vllm[::4], EXACT)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize("name", [pytest.param("bfloat16", marks=pytest.mark.exhaustive), "int8_per_token_head", "int4_per_token_head"])
 def test_the_texts_of_kvfast(smollm2, name):
     """They are those of its own runtime on the same format; and the tokens that fit in memory are those of `plan`."""
     model, folder, prompts = smollm2

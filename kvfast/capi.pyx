@@ -103,10 +103,14 @@ cdef const char *error(kvfast_cache *cache) noexcept nogil:
 
 
 cdef int fork(kvfast_cache *cache, kvfast_cache **other) noexcept nogil:
+    if other != NULL:
+        other[0] = NULL
     return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).fork(other)
 
 
 cdef int snapshot(kvfast_cache *cache, kvfast_snapshot **taken) noexcept nogil:
+    if taken != NULL:
+        taken[0] = NULL
     return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).snapshot(taken)
 
 
@@ -168,6 +172,8 @@ cdef void close_batches(kvfast_pool *pool) noexcept with gil:
 
 
 cdef int new_sequence(kvfast_pool *pool, kvfast_cache **sequence) noexcept nogil:
+    if sequence != NULL:
+        sequence[0] = NULL
     return KVFAST_INVALID if pool == NULL else (<PoolHandle>pool).new_sequence(sequence)
 
 
@@ -205,6 +211,8 @@ cdef int advance_ids(kvfast_cache *sequence, const int64_t *token_ids, Py_ssize_
 
 cdef int match_prefix(kvfast_pool *pool, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
                       kvfast_cache **sequence) noexcept nogil:
+    if sequence != NULL:
+        sequence[0] = NULL
     return KVFAST_INVALID if pool == NULL else (<PoolHandle>pool).match_prefix(token_ids, n, salt, salt_nbytes, sequence)
 
 

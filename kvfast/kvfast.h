@@ -165,12 +165,12 @@ typedef struct {
     int (*keep_branch)(kvfast_cache *cache, ptrdiff_t n, const ptrdiff_t *keep, ptrdiff_t num_kept);
     /* Another cache with the same tokens, in the same blocks until one of the two writes to them. */
     int (*fork)(kvfast_cache *cache, kvfast_cache **other);
-    /* All tokens must be complete. restore goes back to them, in this or another cache of the same shape and formats, also of another
-       pool; it leaves the snapshot as it is. */
+    /* For a snapshot all tokens must be complete. restore goes back to it, in this or another cache of the same shape and formats, also
+       of another pool; it drops tokens that are not complete, and leaves the snapshot as it is. */
     int (*snapshot)(kvfast_cache *cache, kvfast_snapshot **snapshot);
     int (*restore)(kvfast_cache *cache, kvfast_snapshot *snapshot);
     void (*close_snapshot)(kvfast_snapshot *snapshot); /* NULL: nothing */
-    /* To and from a file, as `save` and `restore(kvfast.Snapshot.load(path))`. */
+    /* To and from a file, as `save` and `restore(kvfast.Snapshot.load(path))`. They need the packages of the extra `files`. */
     int (*save)(kvfast_cache *cache, const char *path);
     int (*load)(kvfast_cache *cache, const char *path);
 
@@ -179,7 +179,7 @@ typedef struct {
     void (*close_batches)(kvfast_pool *pool); /* NULL: nothing */
     /* An empty sequence. All functions of caches take it. */
     int (*new_sequence)(kvfast_pool *pool, kvfast_cache **sequence);
-    /* Gives the blocks of a sequence back at once; afterwards its handle can only be closed, and calls with it return KVFAST_INVALID.
+    /* Gives the blocks of a sequence back at once; afterwards its handle can only be closed, and other calls with it return KVFAST_INVALID.
        close alone gives them back, too, unless Python or another handle has the sequence. */
     int (*free_sequence)(kvfast_cache *sequence);
     ptrdiff_t (*num_free_blocks)(kvfast_pool *pool); /* or a code below 0 */

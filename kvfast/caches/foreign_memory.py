@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from kvfast.caches.buffer_layout import buffer_layout
@@ -39,5 +41,10 @@ def pool_over(addresses, block_stride, owner, **arguments):
         if not address:
             raise ValueError(f"layers[{layer}] must not be NULL")
         nbytes = layout.block_nbytes[layer]
+        if address + (layout.num_blocks - 1) * (block_stride or nbytes) + nbytes > sys.maxsize:
+            raise ValueError(
+                f"layers[{layer}] must have {layout.num_blocks} blocks within the addresses of a process, got {address:#x} and "
+                f"block_stride {block_stride}"
+            )
         buffer.append(np.asarray(_Memory(address, (layout.num_blocks, nbytes), block_stride or nbytes, owner)))
     return PagedKVCache(**arguments, buffer=buffer or None)

@@ -31,6 +31,7 @@ cdef inline Py_ssize_t width_of(const kv_rows *rows) noexcept nogil:
     return rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
 
 
+cdef bint rows_overlap(const kv_rows *rows) noexcept nogil
 cdef int dtype_of(object array) except -1
 cdef Rows open_rows(object array, str name, bint writable=*)
 cdef Rows open_output(object array, str name)

@@ -39,7 +39,7 @@ cdef int dtype_of(object array) except -1:
     return _DTYPES[array.dtype.char]
 
 
-cdef bint _rows_overlap(const kv_rows *rows) noexcept nogil:
+cdef bint rows_overlap(const kv_rows *rows) noexcept nogil:
     """Whether two rows share memory, or could: in slices of an array all steps of one axis lie within one step of the other."""
     cdef Py_ssize_t near = max(rows.head_stride, -rows.head_stride), inner = rows.heads
     cdef Py_ssize_t far = max(rows.token_stride, -rows.token_stride), outer = rows.tokens
@@ -69,7 +69,7 @@ cdef bint _open_tensor(Rows self, object array, bint writable) except -1:
     if (self.rows.tokens == 0 or self.rows.heads == 0 or self.rows.dim == 0 or self.rows.dim > KV_MAX_HEAD_DIM
             or <Py_ssize_t>self.rows.data % itemsize
             or not is_contiguous and tensor.strides[2] != 1 and self.rows.dim > 1
-            or writable and _rows_overlap(&self.rows)):
+            or writable and rows_overlap(&self.rows)):
         return False
     self.owner = array
     return True
@@ -128,7 +128,7 @@ cdef Rows open_rows(object array, str name, bint writable=False):
     if self.rows.dim > KV_MAX_HEAD_DIM:
         raise DimensionMismatchError(f"head_dim of {name} must be at most {KV_MAX_HEAD_DIM}, "
                                      f"got shape {array.shape}")
-    if writable and _rows_overlap(&self.rows):
+    if writable and rows_overlap(&self.rows):
         raise ValueError(f"the rows of {name} must not overlap each other, got shape {array.shape} with strides {array.strides}")
     return self
 

@@ -9,6 +9,7 @@ from kvfast.handles.header cimport kvfast_options, kvfast_rows
 
 cdef Py_ssize_t itemsize_of(int dtype) noexcept nogil
 cdef bint convert(const kvfast_rows *given, kv_rows *rows) noexcept nogil
+cdef bint convert_output(const kvfast_rows *given, kv_rows *rows) noexcept nogil
 cdef object unfit(const kvfast_rows *given, str name)
 cdef bint request_of(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q, const kv_rows *out, int precision,
                      kv_request *request) noexcept nogil

@@ -8,7 +8,7 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.options cimport Options
 from kvfast.attention.request cimport kv_request
-from kvfast.core.arrays cimport Rows, kv_rows
+from kvfast.core.arrays cimport Rows, kv_rows, rows_overlap, width_of
 from kvfast.core.kernels cimport FAST, KV_BFLOAT16, KV_FLOAT32, UNSET
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
 from kvfast.core.threads cimport most_threads
@@ -28,6 +28,9 @@ _CODES = (
     ((ValueError, TypeError), KVFAST_INVALID),
     (RuntimeError, KVFAST_BUSY),
 )
+
+cdef enum:
+    MOST_SPLITS = 1 << 30      # as of `num_splits` in Python
 
 
 cdef Py_ssize_t itemsize_of(int dtype) noexcept nogil:
@@ -51,6 +54,11 @@ cdef bint convert(const kvfast_rows *given, kv_rows *rows) noexcept nogil:
     return True
 
 
+cdef bint convert_output(const kvfast_rows *given, kv_rows *rows) noexcept nogil:
+    """`convert` for rows that are written to."""
+    return convert(given, rows) and not rows_overlap(rows)
+
+
 cdef object unfit(const kvfast_rows *given, str name):
     """The error for rows that `convert` or `Handle.split` refused."""
     if given == NULL or given.data == NULL:
@@ -63,6 +71,18 @@ cdef object unfit(const kvfast_rows *given, str name):
         return ValueError(f"{name} must be aligned to its elements of {size} bytes, got strides {given.token_stride} and "
                           f"{given.head_stride} at address {<intptr_t>given.data:#x}")
     return DimensionMismatchError(f"{name} must have a shape (num_tokens, num_heads, dim) that fits the cache, got {shape}")
+
+
+cdef bint _are_floats(const float *values) noexcept nogil:
+    return <intptr_t>values % <intptr_t>sizeof(float) == 0
+
+
+cdef bint _touches(const float *lse, const kv_rows *q, const kv_rows *rows) noexcept nogil:
+    """Whether the log-sum-exp of these queries would lie between the first and the last byte of some rows."""
+    cdef intptr_t begin = <intptr_t>rows.data, end = begin + width_of(rows), at = <intptr_t>lse
+    begin += min(0, (rows.tokens - 1) * rows.token_stride) + min(0, (rows.heads - 1) * rows.head_stride)
+    end += max(0, (rows.tokens - 1) * rows.token_stride) + max(0, (rows.heads - 1) * rows.head_stride)
+    return lse != NULL and at < end and begin < at + q.tokens * q.heads * <Py_ssize_t>sizeof(float)
 
 
 cdef float _scale(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q) noexcept nogil:
@@ -80,6 +100,12 @@ cdef bint request_of(const kvfast_options *options, const kv_rows *q, const kv_r
     `precision`: that of the cache."""
     if options.num_spans or options.num_parents or options.num_chosen or not 0 <= options.precision <= <int>FAST:
         return False
+    if options.chosen != NULL or options.chosen_heads or options.chosen_run or not -1 <= options.num_sink_tokens:
+        return False
+    if not _are_floats(options.sinks) or not _are_floats(options.alibi_slopes) or not _are_floats(options.lse):
+        return False
+    if _touches(options.lse, q, q) or _touches(options.lse, q, out) or not 0 <= options.num_splits <= MOST_SPLITS:
+        return False
     memset(request, 0, sizeof(kv_request))
     request.q, request.out, request.lse = q[0], out[0], options.lse
     if rope_q.dim:
@@ -96,6 +122,13 @@ cdef bint request_of(const kvfast_options *options, const kv_rows *q, const kv_r
 cdef Options options_of(const kvfast_options *options, Rows out, Rows q, Rows rope_q, list spans, list parents):
     """The options of Python; `spans` and `parents` are those of the sequence, or of each sequence of a batch."""
     cdef Py_ssize_t sinks = options.num_sink_tokens
+    for name, fits in (("sinks", _are_floats(options.sinks)), ("alibi_slopes", _are_floats(options.alibi_slopes)),
+                       ("lse", _are_floats(options.lse))):
+        if not fits:
+            raise ValueError(f"{name} must be aligned to its elements of {sizeof(float)} bytes")
+    for name, touches in (("q", _touches(options.lse, &q.rows, &q.rows)), ("out", _touches(options.lse, &q.rows, &out.rows))):
+        if touches:
+            raise ValueError(f"lse must not share memory with {name}: it takes {q.rows.tokens} x {q.rows.heads} floats of its own")
     return Options(
         out=out, scale=<float>_scale(options, &q.rows, &rope_q.rows), causal=not options.not_causal,
         softcap=options.softcap, sliding_window=options.sliding_window or None,
@@ -118,6 +151,9 @@ cdef object _chosen(const kvfast_options *options, Py_ssize_t num_queries):
     cdef Py_ssize_t count = options.num_chosen, heads = options.chosen_heads or 1
     cdef int64_t[:, :, ::1] view
     if count == 0 and options.chosen == NULL:
+        if options.chosen_heads not in (0, 1) or options.chosen_run not in (0, 1):
+            raise ValueError(f"chosen_heads and chosen_run are for chosen tokens, which are NULL, got {options.chosen_heads} and "
+                             f"{options.chosen_run}")
         return None
     if options.chosen == NULL or count < 1 or heads < 1 or <intptr_t>options.chosen % sizeof(int64_t):
         raise ValueError(f"chosen must point to num_chosen aligned positions of each query and of each of its chosen_heads, got "
@@ -155,15 +191,17 @@ cdef list divided(list given, const Py_ssize_t *counts, Py_ssize_t num_sequences
     """An array of an option, cut into the parts of the sequences of a batch; None if there is none."""
     cdef Py_ssize_t i, at = 0
     cdef list parts = []
+    if given is None and counts == NULL:
+        return None
+    numbers = [counts[i] for i in range(num_sequences)] if counts != NULL else None  # Python's, whose sum is exact
+    if numbers is None or min(numbers) < 0 or sum(numbers) != len(given or ()):
+        raise ValueError(f"{name[:-1]}_counts must have a number for each of the {num_sequences} sequences, together the "
+                         f"{len(given or ())} {name} of the options, got {'NULL' if numbers is None else shown(numbers)}")
     if given is None:
         return None
-    for i in range(num_sequences if counts != NULL else 0):
-        parts.append(given[at:at + counts[i]])
-        at += max(<Py_ssize_t>0, counts[i])
-    numbers = [counts[i] for i in range(num_sequences)] if counts != NULL else None
-    if numbers is None or min(numbers) < 0 or at != len(given):
-        raise ValueError(f"{name[:-1]}_counts must have a number for each of the {num_sequences} sequences, together the {len(given)} "
-                         f"{name} of the options, got {'NULL' if numbers is None else shown(numbers)}")
+    for number in numbers:
+        parts.append(given[at:at + number])
+        at += number
     return parts
 
 

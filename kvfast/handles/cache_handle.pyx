@@ -11,7 +11,7 @@ from kvfast.codec.blocks cimport kv_context, kv_layout
 from kvfast.codec.encode cimport WRITTEN, encode_rows, work_of
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.threads cimport gather_unwatched, kv_team
-from kvfast.handles.arguments cimport convert, ids_of, integers, request_of
+from kvfast.handles.arguments cimport convert_output, ids_of, integers, request_of
 from kvfast.handles.handle cimport Handle, copy_lse, have_shape_of, next_slots
 from kvfast.handles.header cimport KVFAST_OK, kvfast_cache, kvfast_options, kvfast_rows, kvfast_snapshot
 from kvfast.storage.tables.block_table cimport BlockTable
@@ -51,18 +51,26 @@ cdef class CacheHandle(Handle):
         return 0 <= layer < self.storage.num_layers
 
     cdef Py_ssize_t length(self) noexcept nogil:
+        if (<BlockTable>self.tables[0]).closed:
+            return self.python_layer_length(0)
         return (<BlockTable>self.tables[0]).length + self.storage.base
 
     cdef Py_ssize_t layer_length(self, int layer) noexcept nogil:
-        if not self.has(layer):
+        if not self.has(layer) or (<BlockTable>self.tables[0]).closed:
             return self.python_layer_length(layer)
         return (<BlockTable>self.tables[layer]).lengths[self.layers[layer]] + self.storage.base
 
     cdef Py_ssize_t python_layer_length(self, int layer) noexcept with gil:
         try:
+            self.check_in_use()
             return self.storage.layer_length(layer)
         except BaseException as error:
             return self.failed(error)
+
+    cdef int check_in_use(self) except -1:
+        if (<BlockTable>self.tables[0]).closed:
+            raise ValueError("this sequence has been freed: its handle can only be closed")
+        return 0
 
     cdef int append(self, int layer, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
         cdef kv_rows keys, values
@@ -98,7 +106,7 @@ cdef class CacheHandle(Handle):
     cdef int attend(self, int layer, const kvfast_rows *q, const kvfast_options *options, const kvfast_rows *out) noexcept nogil:
         cdef kv_rows queries, rope, target
         cdef bint done = False
-        if self.has(layer) and self.split(q, &queries, &rope) and convert(out, &target) and self.try_enter_reading():
+        if self.has(layer) and self.split(q, &queries, &rope) and convert_output(out, &target) and self.try_enter_reading():
             done = self.is_plain() and self.quick_attend(<BlockTable>self.tables[layer], self.layers[layer], &queries, &rope, options,
                                                          &target)
             self.leave_reading()
@@ -187,7 +195,6 @@ cdef class CacheHandle(Handle):
         try:
             if other == NULL:
                 raise ValueError("other must point to where the fork goes, got NULL")
-            other[0] = NULL
             other[0] = pointer_to(self.cache.fork())
             return KVFAST_OK
         except BaseException as error:
@@ -207,7 +214,6 @@ cdef class CacheHandle(Handle):
         try:
             if snapshot == NULL:
                 raise ValueError("snapshot must point to where the snapshot goes, got NULL")
-            snapshot[0] = NULL
             taken = self.cache.snapshot()
             Py_INCREF(taken)
             snapshot[0] = <kvfast_snapshot *>taken

@@ -7,13 +7,15 @@ from kvfast.attention.plan cimport Plan
 from kvfast.attention.run cimport run_tasks
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport kv_layout
-from kvfast.core.arrays cimport Rows, kv_rows
+from kvfast.core.arrays cimport Rows, kv_rows, rows_overlap
 from kvfast.core.flags cimport kv_drop, kv_take
 from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.handles.arguments cimport code_of, convert, itemsize_of, options_of, unfit
 from kvfast.handles.header cimport kvfast_options, kvfast_rows
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.tables.block_table cimport BlockTable
+
+from kvfast.errors import DimensionMismatchError
 
 cdef extern from "Python.h" nogil:
     Py_ssize_t PyList_GET_SIZE(void *list)
@@ -109,6 +111,12 @@ cdef class Handle:
         queries, rope = self.open_rows(q, "q")
         if not convert(out, &target.rows):
             raise unfit(out, "out")
+        if rows_overlap(&target.rows):
+            raise ValueError(f"the rows of out must not overlap each other, got shape {(out.num_tokens, out.num_heads, out.dim)} with "
+                             f"strides of {target.rows.token_stride} and {target.rows.head_stride} bytes")
+        if options.chosen != NULL and options.chosen_heads not in (0, 1, self.pool.layouts.num_kv_heads):
+            raise DimensionMismatchError(f"chosen_heads must be 0, 1 or the {self.pool.layouts.num_kv_heads} KV heads of the cache, "
+                                         f"got {options.chosen_heads}")
         settings = options_of(options, target, queries, rope, spans, parents)
         if self.latent and (options.attention_chunk_size or options.num_spans or options.num_parents):
             raise ValueError("attention_chunk_size, spans and parents must be 0 and NULL for latent rows")

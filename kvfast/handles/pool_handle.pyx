@@ -14,7 +14,7 @@ from kvfast.codec.encode cimport WRITTEN, check_rows, check_storable, encode_row
 from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.checks cimport check_layer
 from kvfast.core.threads cimport gather_unwatched, kv_team
-from kvfast.handles.arguments cimport convert, divided, ids_of, integers, request_of
+from kvfast.handles.arguments cimport convert_output, divided, ids_of, integers, request_of
 from kvfast.handles.cache_handle cimport CacheHandle, pointer_to
 from kvfast.handles.handle cimport Handle, add_tokens, copy_lse, have_shape_of, next_slots
 from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
@@ -51,7 +51,6 @@ cdef class PoolHandle(Handle):
         try:
             if sequence == NULL:
                 raise ValueError("sequence must point to where the new sequence goes, got NULL")
-            sequence[0] = NULL
             sequence[0] = pointer_to(self.cache.new_sequence())
             return KVFAST_OK
         except BaseException as error:
@@ -62,7 +61,6 @@ cdef class PoolHandle(Handle):
         try:
             if sequence == NULL:
                 raise ValueError("sequence must point to where the new sequence goes, got NULL")
-            sequence[0] = NULL
             if salt_nbytes < 0 or (salt == NULL and salt_nbytes > 0):
                 raise ValueError(f"salt must point to salt_nbytes bytes, got {salt_nbytes} and "
                                  + ("NULL" if salt == NULL else "an address"))
@@ -233,7 +231,8 @@ cdef class PoolHandle(Handle):
         """`attend` without the interpreter, as `try_append`."""
         cdef kv_rows queries, rope, target
         cdef bint done = False
-        if 0 <= layer < self.pool.num_layers and self.split(q, &queries, &rope) and convert(out, &target) and self.try_enter_reading():
+        if (0 <= layer < self.pool.num_layers and self.split(q, &queries, &rope) and convert_output(out, &target)
+                and self.try_enter_reading()):
             done = self.fits(batch, queries.tokens, False) and self.quick_attend(layer, batch, &queries, &rope, options, &target)
             self.leave_reading()
         return done
@@ -257,13 +256,17 @@ cdef class PoolHandle(Handle):
         if members == NULL:
             return False
         for i in range(batch.num_sequences):
+            if (batch.span_counts != NULL and batch.span_counts[i]) or (batch.parent_counts != NULL and batch.parent_counts[i]):
+                return False
             members[i].first_query, members[i].num_queries = _start(batch, i), _start(batch, i + 1) - _start(batch, i)
             if batch.sequences == NULL:
                 if not self._ask_table(batch, i, members + i):
                     return False
             elif not self._ask(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, members + i):
                 return False
-        if not batch.no_cascade and not share_nothing(members, batch.num_sequences, self.pool.block_size):
+        # With a window, tables hold the blocks of the last tokens alone, and no prefix is read together.
+        if (not batch.no_cascade and request.window == 0 and request.chunk == 0
+                and not share_nothing(members, batch.num_sequences, self.pool.block_size)):
             return False
         for i in range(batch.num_sequences):
             self.plan.add(&members[i].context, members[i].first_query, members[i].num_queries, 0, 0)

@@ -37,7 +37,7 @@ def check_sdist(path):
 def wanted(name):
     """What a wheel must hold for a file of the repository: a name, a module's stem, or None. The backend for llama.cpp is compiled
     of its kernels."""
-    if not name.startswith("kvfast/"):
+    if not name.startswith("kvfast/") and name != "kvfast_vllm.py":
         return None
     if name.endswith(".pyx"):
         return name.removesuffix(".pyx")

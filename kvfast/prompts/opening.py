@@ -24,4 +24,6 @@ def open_patiently(
         raise ValueError(f"secret must be at most 64 bytes, got {len(secret)}")  # and no message shows it
     check_positive(time_limit, "time_limit", "number of seconds")
     need_files()
-    return PatientStore(store if isinstance(store, Store) else open_store(store, max_bytes=max_bytes, near=near), time_limit)
+    if not isinstance(store, Store):
+        store = open_store(store, max_bytes, near, min(5.0, time_limit))
+    return PatientStore(store, time_limit)

@@ -134,11 +134,11 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 f"kv_cache_dtype={cache.cache_dtype} keeps some tokens as floats outside vLLM's blocks, which vLLM would not copy with the "
                 f"first tokens of a block: choose int8_per_token_head, or leave prefix_match_unit={cache.prefix_match_unit} out"
             )
-        if fmt.num_first_float_tokens and cache.enable_prefix_caching:
+        if fmt.num_first_float_tokens:
             logger.warning_once(
-                "kv_cache_dtype=%s reads a prompt as floats when it computes it, and as codes where the prefix cache has it: the "
-                "same request may get other tokens then. --no-enable-prefix-caching, skip_reading_prefix_cache=True of a "
-                "request, or int8_per_token_head give the same tokens",
+                "kv_cache_dtype=%s reads the tokens of a step as floats, and those of earlier steps and of the prefix cache as codes: the "
+                "same request may get other tokens where other requests change its steps, or where its prompt is known. "
+                "int8_per_token_head gives the same tokens",
                 vllm_config.cache_config.cache_dtype,
             )
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)

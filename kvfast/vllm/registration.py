@@ -15,7 +15,7 @@ CONNECTOR = "KVFastConnector"
 
 
 def register():
-    """Let vLLM use kvfast for attention on CPUs, and find `KVFastConnector`; the entry point that vLLM calls in each of its processes.
+    """Let vLLM use kvfast for attention on CPUs, and find `KVFastConnector`; each of its processes calls this.
 
     Nothing happens, and vLLM uses its own backend, with ``KVFAST_VLLM=0``. On a version of vLLM that was not tested, kvfast looks for
     all that it uses of vLLM. If something is missing, it switches itself off, and a warning says what is missing. If all is there, the

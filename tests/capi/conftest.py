@@ -28,7 +28,7 @@ def installed(tmp_path_factory):
     if not (package / "capi.pyx").exists():
         return package.parent
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("kvfast", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("kvfast", "kvfast_vllm.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
         copy(ROOT / name, folder / "source" / name) if name == "kvfast" else copy(ROOT / name, folder / "source")
     # What is compiled already need not be again.

@@ -227,6 +227,14 @@ def test_max_bytes_and_near_need_a_folder(tmp_path):
     assert isinstance(open_store(f"file://{tmp_path}"), FolderStore)
 
 
+def test_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    open_store("~/prompts").close()
+    assert (tmp_path / "home" / "prompts").is_dir() and not (tmp_path / "~").exists()
+
+
 @pytest.mark.parametrize("name", ["my prompts", "100 %25 of ä#?&+", "%41"])
 def test_file_urls(name, tmp_path, monkeypatch):
     """As pathlib and RFC 8089 write them; a path is taken as it is."""

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -243,6 +244,27 @@ def test_an_idle_engine_leaves_the_interpreter_to_a_fetch(folder_of, tmp_path, m
 def test_a_wrong_configuration_is_refused(folder_of, tmp_path, more, message):
     with pytest.raises(ValueError, match=message):
         in_engine(folder_of("llama"), print, kv_transfer_config=stored(**{"url": tmp_path} | more))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"chunk_tokens": 0}, "chunk_tokens must be between 16 and 1048576, got 0"),
+        ({"chunk_tokens": -5}, "chunk_tokens must be between 16 and 1048576, got -5"),
+        ({"chunk_tokens": "128"}, "chunk_tokens must be"),
+        ({"chunk_tokens": None}, "chunk_tokens must be"),
+        ({"chunk_tokens": 1.5}, "chunk_tokens must be"),
+        ({"max_bytes": -1}, "max_bytes must be"),
+        ({"time_limit": 0}, "time_limit must be a positive number of seconds, got 0"),
+        ({"time_limit": float("nan")}, "time_limit must be a positive number of seconds, got nan"),
+        ({"time_limit": "5"}, "time_limit must be a positive number of seconds, got '5'"),
+        ({"near": 5}, "near of kv_connector_extra_config must be a text, got 5"),
+        ({"model": 5}, "model of kv_connector_extra_config must be a text, got 5"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_the_first_request(tmp_path, more, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        settings.Options.of(SimpleNamespace(kv_transfer_config=stored(tmp_path, **more)))
 
 
 def test_another_connector_with_floats_outside_the_blocks_is_refused(folder_of, tmp_path):

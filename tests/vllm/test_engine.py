@@ -4,8 +4,11 @@ import copy
 import dataclasses
 import functools
 import importlib.metadata
+import os
 import random
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -178,9 +181,22 @@ def test_layers_with_windows_have_blocks_of_the_same_size(folder_of):
     in_engine(folder_of("gemma3"), use, kv_cache_dtype="int4_per_token_head", enable_prefix_caching=False)
 
 
-def test_vllm_finds_the_plugin():
+def test_vllm_finds_the_plugin(monkeypatch):
     (found,) = [one for one in importlib.metadata.entry_points(group="vllm.general_plugins") if one.name == "kvfast"]
-    assert found.load() is kvfast.vllm.register
+    called = []
+    monkeypatch.setattr(kvfast.vllm, "register", lambda: called.append(True))
+    found.load()()
+    assert called
+
+
+@pytest.mark.parametrize("name", ["KVFAST_ISA", "KVFAST_PRECISION", "KVFAST_NUM_THREADS"])
+def test_a_wrong_setting_ends_vllm(name):
+    """It logs what happens while it loads a plugin, and goes on without it. What happens when it calls one ends it."""
+    code = "from importlib.metadata import entry_points as points\n[one] = [p for p in points(group='vllm.general_plugins') if p.name == 'kvfast']"
+    code += "\nplugin = one.load()\nprint('loaded', flush=True)\nplugin()"
+    environment = os.environ | {name: "wrong"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1 and run.stdout == "loaded\n" and name in run.stderr.splitlines()[-1]
 
 
 def test_fp8_is_left_to_vllm(folder_of, monkeypatch):

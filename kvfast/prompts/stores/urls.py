@@ -22,7 +22,7 @@ def open_store(
     Parameters
     ----------
     store : str or path-like
-        A folder, as a path or ``file:///``; a Redis or Valkey server: ``redis://``, ``rediss://`` (TLS) or ``unix://``, with
+        A folder, as a path (``~`` is the home folder) or ``file:///``; a Redis or Valkey server: ``redis://``, ``rediss://`` (TLS) or ``unix://``, with
         ``?ttl=SECONDS`` for values that end; or an object store: ``s3://``, ``gs://``, ``az://``, ``memory://``.
     max_bytes : int, optional
         Of the folder, or of `near`.
@@ -78,7 +78,7 @@ def _is_file_url(text):
 def _folder_of(text):
     """The path of a folder, or that of a URL of RFC 8089."""
     if not _is_file_url(text):
-        return text
+        return os.path.expanduser(text)
     from urllib.parse import unquote_to_bytes
 
     rest, host = text[5:], ""

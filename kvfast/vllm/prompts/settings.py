@@ -10,11 +10,10 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvfast.core.capabilities import minor_of
+from kvfast.core.checks import check_positive, check_size
 from kvfast.files import state
-from kvfast.files.cache_file import need_files
 from kvfast.prompts import weights
-from kvfast.prompts.patient import PatientStore
-from kvfast.prompts.stores import open_store
+from kvfast.prompts.opening import open_patiently
 from kvfast.vllm.formats import format_of
 from kvfast.vllm.versions import installed_version
 
@@ -44,12 +43,19 @@ class Options:
                 f"kv_connector_extra_config of KVFastConnector must have a url, and may have "
                 f"{', '.join(name for name in cls.__dataclass_fields__ if name != 'url')}, got {sorted(given) or 'nothing'}"
             )
-        return cls(**given)
+        options = cls(**given)
+        for name in ("near", "model"):
+            if not isinstance(given.get(name, ""), str):
+                raise TypeError(f"{name} of kv_connector_extra_config must be a text, got {given[name]!r}")
+        check_size(options.chunk_tokens, "chunk_tokens", 16, 1 << 20)
+        if options.max_bytes is not None:
+            check_size(options.max_bytes, "max_bytes", 0)
+        check_positive(options.time_limit, "time_limit", "number of seconds")
+        return options
 
     def open(self):
         """The store; ModuleNotFoundError without the packages that its kind needs."""
-        need_files()
-        return PatientStore(open_store(self.url, self.max_bytes, self.near, min(5.0, self.time_limit)), self.time_limit)
+        return open_patiently(self.url, self.max_bytes, self.near, secret(), self.time_limit)
 
 
 def secret():

@@ -49,7 +49,7 @@ MODULES = files("kvfast/**/*.pyx")
 LOOPS = re.compile(r"\bprange\(|cimport .*\bprange\b|<omp\.h>|cimport openmp")
 PARALLEL = [path for path in MODULES if LOOPS.search(Path(path).read_text(encoding="utf-8"))]
 KERNELS = files("kvfast/simd/**/*.c")
-# Rooms that look after blocks. Others do the arithmetic, so -O1 costs them nothing. They compile in two thirds of the time.
+# Rooms that look after blocks and leave arithmetic to others: -O1 is as fast for them as -O3, and compiles in two thirds of the time.
 LITTLE_ARITHMETIC = ("kvfast/storage/", "kvfast/files/", "kvfast/handles/")
 HEADERS = sorted(files("kvfast/**/*.h") + files("kvfast/**/*.pxd"))
 

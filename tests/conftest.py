@@ -1,5 +1,6 @@
 import functools
 import gc
+import importlib
 import os
 import runpy
 import signal
@@ -65,11 +66,10 @@ def smollm2(smollm2_file):
 
 @pytest.fixture(scope="session")
 def read_once(smollm2_file):
-    """transformers reads that file three times for a model and its tokenizer, each of 100,000 strings in Python, and makes the table
-    of all names once a module. This fixture has both done once a session."""
+    """Let transformers read that file and make its table of tensor names once a session. For a model and its tokenizer, it reads the
+    100,000 strings of the file three times, and makes the table once for each module of the model."""
     gguf = pytest.importorskip("gguf")
-    import kvfast.interop.gguf_file  # noqa: F401  (it needs the class)
-
+    importlib.import_module("kvfast.interop.gguf_file")  # it has a subclass of the reader, so it comes first
     of_any_file, once = gguf.GGUFReader, functools.cache(gguf.GGUFReader)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", lambda path: (once if Path(path) == smollm2_file else of_any_file)(path))

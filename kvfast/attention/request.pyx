@@ -24,6 +24,9 @@ from kvfast.core.threads cimport most_threads
 from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError
 
+cdef enum:
+    MOST_SPLITS = 1 << 30
+
 
 cdef bint _is_finite(const float *values, Py_ssize_t count) noexcept nogil:
     cdef Py_ssize_t i
@@ -54,7 +57,7 @@ cdef kv_misfit misfit(const kv_request *request, const kv_layout *layout) noexce
     cdef kv_misfit found = _misfit_of_q(q, layout)
     if found != FITS:
         return found
-    if (request.window < 0 or request.num_splits < 0 or request.threads < 1 or not isfinite(request.scale)
+    if (request.window < 0 or not 0 <= request.num_splits <= MOST_SPLITS or request.threads < 1 or not isfinite(request.scale)
             or not 0 <= request.softcap <= KV_MAX_FLOAT32 or not _is_finite(request.sinks, q.heads)
             or not _is_finite(request.slopes, q.heads)):
         return NUMBERS
@@ -92,7 +95,7 @@ cdef Request open_request(const kv_layout *layout, object q, Options options, ob
     c.clamp_spans, self.spans, self.parents = options.clamp_spans, options.spans, options.parents
     c.chooses, self.chosen, self.chosen_run = options.chosen is not None, options.chosen, options.chosen_run
     c.precision = options.precision
-    c.num_splits = check_count(options.num_splits, "num_splits", 0, 1 << 30)
+    c.num_splits = check_count(options.num_splits, "num_splits", 0, MOST_SPLITS)
     if options.sinks is not None:
         self.sinks = view = check_per_head(options.sinks, "sinks", c.q.heads)
         c.sinks = &view[0]

@@ -8,7 +8,7 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.options cimport Options
 from kvfast.attention.request cimport kv_request
-from kvfast.core.arrays cimport Rows, kv_rows, rows_overlap, width_of
+from kvfast.core.arrays cimport Rows, kv_rows, overlap, rows_overlap
 from kvfast.core.kernels cimport FAST, KV_BFLOAT16, KV_FLOAT32, UNSET
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
 from kvfast.core.threads cimport most_threads
@@ -28,9 +28,6 @@ _CODES = (
     ((ValueError, TypeError), KVFAST_INVALID),
     (RuntimeError, KVFAST_BUSY),
 )
-
-cdef enum:
-    MOST_SPLITS = 1 << 30      # as of `num_splits` in Python
 
 
 cdef Py_ssize_t itemsize_of(int dtype) noexcept nogil:
@@ -78,11 +75,11 @@ cdef bint _are_floats(const float *values) noexcept nogil:
 
 
 cdef bint _touches(const float *lse, const kv_rows *q, const kv_rows *rows) noexcept nogil:
-    """Whether the log-sum-exp of these queries would lie between the first and the last byte of some rows."""
-    cdef intptr_t begin = <intptr_t>rows.data, end = begin + width_of(rows), at = <intptr_t>lse
-    begin += min(0, (rows.tokens - 1) * rows.token_stride) + min(0, (rows.heads - 1) * rows.head_stride)
-    end += max(0, (rows.tokens - 1) * rows.token_stride) + max(0, (rows.heads - 1) * rows.head_stride)
-    return lse != NULL and at < end and begin < at + q.tokens * q.heads * <Py_ssize_t>sizeof(float)
+    """Whether the log-sum-exp of these queries would share memory with some rows."""
+    cdef kv_rows sums
+    sums.data, sums.dtype, sums.tokens, sums.heads, sums.dim = <char *>lse, KV_FLOAT32, q.tokens, q.heads, 1
+    sums.head_stride, sums.token_stride = sizeof(float), q.heads * <Py_ssize_t>sizeof(float)
+    return lse != NULL and overlap(&sums, rows)
 
 
 cdef float _scale(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q) noexcept nogil:
@@ -104,7 +101,7 @@ cdef bint request_of(const kvfast_options *options, const kv_rows *q, const kv_r
         return False
     if not _are_floats(options.sinks) or not _are_floats(options.alibi_slopes) or not _are_floats(options.lse):
         return False
-    if _touches(options.lse, q, q) or _touches(options.lse, q, out) or not 0 <= options.num_splits <= MOST_SPLITS:
+    if _touches(options.lse, q, q) or _touches(options.lse, q, out) or (rope_q.dim and _touches(options.lse, q, rope_q)):
         return False
     memset(request, 0, sizeof(kv_request))
     request.q, request.out, request.lse = q[0], out[0], options.lse
@@ -126,7 +123,8 @@ cdef Options options_of(const kvfast_options *options, Rows out, Rows q, Rows ro
                        ("lse", _are_floats(options.lse))):
         if not fits:
             raise ValueError(f"{name} must be aligned to its elements of {sizeof(float)} bytes")
-    for name, touches in (("q", _touches(options.lse, &q.rows, &q.rows)), ("out", _touches(options.lse, &q.rows, &out.rows))):
+    for name, touches in (("q", _touches(options.lse, &q.rows, &q.rows)), ("out", _touches(options.lse, &q.rows, &out.rows)),
+                          ("q", rope_q.rows.dim and _touches(options.lse, &q.rows, &rope_q.rows))):
         if touches:
             raise ValueError(f"lse must not share memory with {name}: it takes {q.rows.tokens} x {q.rows.heads} floats of its own")
     return Options(

@@ -31,7 +31,6 @@ cdef class CacheHandle(Handle):
                            const kvfast_rows *out) noexcept with gil
     cdef int python_advance(self, Py_ssize_t n) noexcept with gil
     cdef Py_ssize_t python_layer_length(self, int layer) noexcept with gil
-    cdef int check_in_use(self) except -1
     cdef int advance_ids(self, const int64_t *token_ids, Py_ssize_t n) noexcept with gil
     cdef int truncate(self, Py_ssize_t n) noexcept with gil
     cdef int keep_branch(self, Py_ssize_t n, const Py_ssize_t *keep, Py_ssize_t num_kept) noexcept with gil

@@ -62,15 +62,11 @@ cdef class CacheHandle(Handle):
 
     cdef Py_ssize_t python_layer_length(self, int layer) noexcept with gil:
         try:
-            self.check_in_use()
+            if (<BlockTable>self.tables[0]).closed:
+                raise ValueError("this sequence has been freed: its handle can only be closed")
             return self.storage.layer_length(layer)
         except BaseException as error:
             return self.failed(error)
-
-    cdef int check_in_use(self) except -1:
-        if (<BlockTable>self.tables[0]).closed:
-            raise ValueError("this sequence has been freed: its handle can only be closed")
-        return 0
 
     cdef int append(self, int layer, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
         cdef kv_rows keys, values

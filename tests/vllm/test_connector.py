@@ -264,7 +264,7 @@ def test_a_wrong_configuration_is_refused(folder_of, tmp_path, more, message):
 )
 def test_a_wrong_option_is_refused_before_the_first_request(tmp_path, more, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        settings.Options.of(SimpleNamespace(kv_transfer_config=stored(tmp_path, **more)))
+        settings.Options.of(SimpleNamespace(kv_transfer_config=stored(tmp_path, **more))).open()
 
 
 def test_another_connector_with_floats_outside_the_blocks_is_refused(folder_of, tmp_path):

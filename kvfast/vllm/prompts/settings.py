@@ -10,7 +10,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvfast.core.capabilities import minor_of
-from kvfast.core.checks import check_positive, check_size
+from kvfast.core.checks import check_size
 from kvfast.files import state
 from kvfast.prompts import weights
 from kvfast.prompts.opening import open_patiently
@@ -50,7 +50,6 @@ class Options:
         check_size(options.chunk_tokens, "chunk_tokens", 16, 1 << 20)
         if options.max_bytes is not None:
             check_size(options.max_bytes, "max_bytes", 0)
-        check_positive(options.time_limit, "time_limit", "number of seconds")
         return options
 
     def open(self):

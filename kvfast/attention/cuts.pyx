@@ -146,7 +146,7 @@ cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
     cdef Py_ssize_t length = (<const kv_keys *>item.keys).context.length
     cdef Py_ssize_t panels = (item.num_queries * call.group + KV_ROWS - 1) // KV_ROWS
     cdef int kind = panels_of(call.kernels, layout)
-    cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2
+    cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2, size
     item.block_rows, item.row_blocks = KV_ROWS, panels
     if kind == NO_PANELS or panels == 1 or ((<const kv_given *>call.given).chosen != NULL and not panels_of_chosen(call)):
         return NO_PANELS
@@ -157,13 +157,13 @@ cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
         return NO_PANELS
     if kind == NO_PACKED_PANELS:
         return kind
-    item.row_blocks = _choose_row_blocks(call, panels, item.splits)
-    item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
+    size = _choose_block(call, panels, item.splits)
+    item.block_rows, item.row_blocks = KV_ROWS * <int>size, (panels + size - 1) // size
     return kind
 
 
-cdef Py_ssize_t _choose_row_blocks(const kv_call *call, Py_ssize_t panels, Py_ssize_t splits) noexcept nogil:
-    """The number of row blocks, with at least two of the `panels` in each, that takes the least time.
+cdef Py_ssize_t _choose_block(const kv_call *call, Py_ssize_t panels, Py_ssize_t splits) noexcept nogil:
+    """The panels of a row block, at least two of all `panels`, with which these take the least time.
 
     The panels of a block share the operands of its tiles, and the blocks of all heads and splits are spread over the threads. No
     bit of a row depends on the other rows of its block.
@@ -172,17 +172,18 @@ cdef Py_ssize_t _choose_row_blocks(const kv_call *call, Py_ssize_t panels, Py_ss
     cdef Py_ssize_t most = KV_PANELS if not call.kernels.has_matrix else KV_MATRIX_PANELS
     cdef Py_ssize_t operands = LATENT_OPERANDS if given.layout.latent else OPERANDS
     cdef Py_ssize_t tasks = given.layout.num_kv_heads * splits, threads = max(1, given.request.threads)
-    cdef Py_ssize_t blocks = (panels + most - 1) // most, best = blocks, least_time = 0, size, rounds, time
-    while True:
-        size, rounds = (panels + blocks - 1) // blocks, (tasks * blocks + threads - 1) // threads
-        if size < 2:
-            return best
+    cdef Py_ssize_t size = most, best = most, least_time = 0, blocks, rounds, time
+    while size >= 2:
+        blocks = (panels + size - 1) // size
+        size = (panels + blocks - 1) // blocks
+        rounds = (tasks * blocks + threads - 1) // threads
         time = rounds * (size + operands)
         if least_time == 0 or time <= least_time:
-            best, least_time = blocks, time
+            best, least_time = size, time
         if rounds >= ENOUGH_ROUNDS:
-            return best
-        blocks += 1
+            break
+        size -= 1
+    return best
 
 
 cdef void deal_splits(kv_call *call, int threads) noexcept nogil:

@@ -57,15 +57,45 @@ def test_the_bits_for_any_number_of_threads(dtype):
             assert np.array_equal(got[0], expected[0]) and np.array_equal(got[1], expected[1])
 
 
-def test_latent_rows_for_any_number_of_threads():
+def filled_latents(length):
     cache = kvfast.MLAKVCache(1, 128, 32, dtype="int8")
-    cache.append(0, np.random.default_rng(0).standard_normal((5000, 160)).astype(np.float32))
-    cache.advance(5000)
+    cache.append(0, np.random.default_rng(length).standard_normal((length, 160)).astype(np.float32))
+    cache.advance(length)
+    return cache
+
+
+def test_latent_rows_for_any_number_of_threads():
+    cache = filled_latents(5000)
     for heads in (4, 40):
         q = queries(2, heads, 160)
         expected = cache.attend(0, q, num_threads=1)
         for num_threads in THREADS:
             assert np.array_equal(cache.attend(0, q, num_threads=num_threads), expected)
+
+
+def test_no_row_block_is_empty():
+    """For any number of query rows, which latent rows have many of, and of threads."""
+    cache = filled_latents(300)
+    for heads in range(20, 300, 3):
+        for num_threads in (1, 2, 8, 16, 64):
+            plan = cache.explain(0, num_q_heads=heads, num_threads=num_threads)
+            assert plan.items[0].row_blocks == -(-heads // plan.rows), (heads, num_threads)
+
+
+@pytest.mark.parametrize("num_threads", [8, 64])
+def test_latent_rows_whose_shapes_change(num_threads):
+    """More threads than blocks of query rows, whose memory other calls have left."""
+    rng = np.random.default_rng(num_threads)
+    for _ in range(60):
+        cache = filled_latents(int(rng.choice([20, 70, 150, 400])))
+        heads, n, run = int(rng.choice([8, 64, 100, 128])), int(rng.choice([1, 5, 16])), int(rng.choice([1, 16]))
+        q = queries(n, heads, 160)
+        options = {}
+        if len(cache) > n + 6 * run:  # enough for six runs each
+            chosen = np.stack([rng.permutation((len(cache) - n + i) // run + 1)[:6] for i in range(n)])
+            options = {"chosen": chosen * run, "chosen_run": run}
+        expected = cache.attend(0, q, num_threads=1, **options)
+        assert np.array_equal(cache.attend(0, q, num_threads=num_threads, **options), expected)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

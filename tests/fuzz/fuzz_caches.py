@@ -34,7 +34,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 from fuzz_forged import ForgedWorld
-from fuzz_inputs import often
+from fuzz_inputs import often, one_of
 from fuzz_oracle import Finding
 from fuzz_others import CompressedWorld, HeadsWorld, PlainWorld
 from fuzz_pools import LatentPoolWorld, PoolWorld, SchedulerWorld
@@ -87,7 +87,8 @@ class Case:
     def __init__(self, seed, number, loud=False):
         self.rng, self.number, self.loud = np.random.default_rng([seed, number]), number, loud
         # For choices that came later, so that the others stay the same.
-        self.later, self.widths, self.newest, self.precision = (np.random.default_rng([seed, number, i]) for i in (1, 2, 3, 4))
+        streams = (np.random.default_rng([seed, number, i]) for i in range(1, 6))
+        self.later, self.widths, self.newest, self.precision, self.threads = streams
         self.calls, self.log = 0, []
 
     def note(self, *did):
@@ -103,6 +104,7 @@ class Case:
         shares = np.array(list(worlds.values()), float)
         world = list(worlds)[rng.choice(len(worlds), p=shares / shares.sum())]
         self.note(self.tier, world.__name__)
+        kvfast.set_num_threads(int(one_of(self.threads, [0, 0, 0, 8, 64])) or None)
         with kvfast.use_isa(self.tier), np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             world(self).run()

@@ -30,7 +30,7 @@ class Held:
 class World:
     """Caches of one kind. A subclass says what they are, and what may be done to them; this does it."""
 
-    num_sink_tokens, windows = 0, None
+    num_sink_tokens, windows, latent = 0, None, False
 
     def __init__(self, case):
         self.case, self.rng = case, case.rng
@@ -120,7 +120,7 @@ class World:
         elif self.takes_spans and self.takes_windows and often(later, 0.1) and options.get("causal", True):
             drafts = int(later.integers(1, min(n, 64) + 1))
             options["parents"] = [int(later.integers(-1, i)) for i in range(drafts)]
-        elif self.takes_chosen and "alibi_slopes" not in options and often(later, 0.1):
+        elif self.takes_chosen and "alibi_slopes" not in options and often(later, 0.5 if self.latent else 0.1):
             defaults = {"sliding_window": window, "num_sink_tokens": self.num_sink_tokens if window else 0}
             options |= random_choice(later, length, n, self.heads, **defaults | options)
 

@@ -17,7 +17,6 @@ class SingleWorld(World):
     """A cache of one sequence, its copies, and snapshots of them."""
 
     name, plain_class, rollback = "KVCache", kvfast.KVCache, 1 << 60
-    latent = False
 
     def __init__(self, case):
         super().__init__(case)
@@ -201,6 +200,8 @@ class LatentWorld(SingleWorld):
         return sum(self.dims) ** -0.5
 
     def random_heads(self):
+        if often(self.case.threads, 0.4):
+            return int(one_of(self.case.threads, [40, 64, 100, 128]))
         return int(one_of(self.rng, [1, 2, 3, 8, 16, 17, 32]))
 
     def sides_of(self, k, v):

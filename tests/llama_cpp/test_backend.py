@@ -160,7 +160,7 @@ def test_bits_are_the_same_for_every_number_of_threads(cpu, backend, storage, qu
     rng = np.random.default_rng(10)
     problem = Problem(cpu, *tensors(rng, queries=queries, tokens=3000), storage, mask=causal(queries, 3000))
     results = []
-    for num_threads in (1, 2, 3, 7):
+    for num_threads in (1, 2, 3, 8, 64):
         backend.set_num_threads(num_threads)
         results.append(problem.compute(backend).tobytes())
     backend.set_num_threads(2)

@@ -16,7 +16,8 @@ TSAN_OPTIONS="halt_on_error=1 die_after_fork=0" setarch -R ./thread_pool
 export PYTHONPATH=$work OMP_TOOL_LIBRARIES=/usr/lib/llvm-16/lib/libarcher.so KVFAST_NUM_THREADS=4
 export TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1 allocator_may_return_null=1 die_after_fork=0 \
 external_symbolizer_path=/usr/lib/llvm-16/bin/llvm-symbolizer"
-[ $# -gt 0 ] || set -- --exhaustive tests/*/test_{threads,paged,sealed_blocks,multihead,mla}.py tests/compression/test_compression.py::test_training_is_reproducible
+[ $# -gt 0 ] || set -- --exhaustive tests/*/test_{threads,paged,sealed_blocks,multihead,mla,mla_paged,chosen,splits,trees,float_mode}.py \
+    tests/compression/test_compression.py::test_training_is_reproducible
 # Without the shuffling of addresses: the sanitizer's map of the memory has no room for all that Linux may choose.
 LD_PRELOAD=$(clang-16 -print-file-name=libclang_rt.tsan-x86_64.so) \
     setarch -R "$(command -v python)" -m pytest -q -p no:cacheprovider "$@"

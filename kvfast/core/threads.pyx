@@ -62,6 +62,11 @@ cdef extern from *:
     Py_ssize_t kv_next(Py_ssize_t *next) noexcept nogil
     void kv_join(int *flags, int more) noexcept nogil
 
+cdef extern from "simd/float_mode.h" nogil:
+    unsigned long long kv_begin_floats()
+    void kv_end_floats(unsigned long long mode)
+
+
 cdef struct kv_loop:
     kv_team *team
     kv_do_task do_task
@@ -206,6 +211,7 @@ cdef void _do_share(void *memory, int thread) noexcept nogil:
     cdef kv_watch *watch = loop.team.watch
     cdef Py_ssize_t i, threads = loop.team.threads
     cdef int flags = 0
+    cdef unsigned long long mode = kv_begin_floats()
     if loop.schedule == DYNAMIC:
         i = kv_next(&loop.next)
         while i < loop.num_tasks:
@@ -216,6 +222,7 @@ cdef void _do_share(void *memory, int thread) noexcept nogil:
         for i in range(loop.num_tasks * thread // threads, loop.num_tasks * (thread + 1) // threads):
             if not is_stopped(watch, 1):
                 flags |= loop.do_task(loop.call, i, thread, watch)
+    kv_end_floats(mode)
     kv_join(&loop.flags, flags)
 
 

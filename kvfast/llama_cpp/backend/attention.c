@@ -1,5 +1,6 @@
 /* Which operations are taken, and a call: its plan, its memory and its threads. */
 #include "call.h"
+#include "simd/float_mode.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -170,6 +171,7 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     {
         scratch *own = (scratch *)(c.scratch + c.scratch_bytes * omp_get_thread_num());
         kv_matrix_state state;
+        const uint64_t mode = kv_begin_floats();
         if (c.matrix) kv_save_matrix(&c.tier, &state);
 #pragma omp for schedule(dynamic, chunk)
         for (int64_t i = 0; i < c.walk.num_tasks; i++) {
@@ -178,6 +180,7 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
             kv_attend_task(&task);
         }
         if (c.matrix) kv_restore_matrix(&c.tier, &state);
+        kv_end_floats(mode);
     }
     return true;
 }

@@ -33,6 +33,9 @@ cdef enum:
     MIN_SPLIT_TOKENS = 1024
     MAX_SPLIT_TOKENS = 4096
     SPLIT_TOKENS_PER_UNIT = 512
+    # More tokens in one float32 sum could be off by more than a third of the contract's bound where all of them are alike, so that each
+    # addition rounds the same way (tests/attention/test_precision.py).
+    MOST_SPLIT_TOKENS = 32768
     # Tokens of context from which a matrix unit and words pay for their operands. This and the rows below are set by
     # python -m kvfast bench --work prefill --tokens N, with N from 16 to 128.
     LEAST_WIDE_CONTEXT = 200
@@ -101,6 +104,8 @@ cdef void cut_context(const kv_call *call, kv_item *item, Py_ssize_t end) noexce
         item.split_tokens = MIN_LATENT_SPLIT_TOKENS if given.layout.latent else MIN_SPLIT_TOKENS
     else:
         item.split_from, item.split_tokens = item.begin, _split_tokens(call, item.num_queries, end - item.begin)
+    item.least_run = <int>((item.split_tokens + MOST_SPLIT_TOKENS - 1) // MOST_SPLIT_TOKENS)
+    item.split_tokens = min(item.split_tokens, <Py_ssize_t>MOST_SPLIT_TOKENS)
     kv_cut_context(item, end)
 
 
@@ -200,7 +205,7 @@ cdef void deal_splits(kv_call *call, int threads) noexcept nogil:
     call.num_tasks = 0
     for i in range(call.num_items):
         item = call.items + i
-        item.run = 1
+        item.run = item.least_run
         if given.request.num_splits == 0 and (threads == 1 or item.num_queries <= KV_FEW_QUERIES):
-            item.run = <int>min(item.splits, most)
+            item.run = max(item.run, <int>min(item.splits, most))
         kv_add_tasks(call, item)

@@ -12,7 +12,7 @@ from kvfast.attention.cuts cimport begin_of, choose_tile, cut_alike, cut_context
 from kvfast.attention.families cimport NO_PACKED_PANELS
 from kvfast.attention.request cimport Request, kv_request
 from kvfast.attention.tasks cimport (kv_call, kv_count_bits, kv_count_slots, kv_count_tasks, kv_given, kv_item, kv_keys,
-                                     kv_partial_floats, kv_query)
+                                     kv_partial_size, kv_query)
 from kvfast.attention.workspace cimport (COUNTS, DECODED, GATHERED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE,
                                          Workspace)
 from kvfast.codec.blocks cimport kv_context, kv_layout, values_of
@@ -272,9 +272,9 @@ cdef class Plan:
 
     cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil:
         """Deal the tasks, and reserve memory for partial results and threads, as the last step before `run`; False if out of memory."""
-        cdef Py_ssize_t width = kv_partial_floats(self.call.values), slots = self.deal(threads) * self.call.num_q_heads, i
+        cdef Py_ssize_t width = kv_partial_size(self.call.values), slots = self.deal(threads) * self.call.num_q_heads, i
         if slots:
-            self.call.partials = <float *>self.workspace.reserve(PARTIALS, slots * width * sizeof(float))
+            self.call.partials = <double *>self.workspace.reserve(PARTIALS, slots * width * sizeof(double))
             self.call.unfinished = <int *>self.workspace.reserve(
                 COUNTS, self.given.request.q.tokens * self.given.layout.num_kv_heads * sizeof(int))
             if self.call.unfinished != NULL:

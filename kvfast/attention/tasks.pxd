@@ -27,7 +27,7 @@ cdef extern from "attention/walk/walk.h" nogil:
         const void *keys           # a kv_keys
         const int32_t *members
         Py_ssize_t first_query, num_queries, begin, end, split_from, split_tokens
-        int run
+        int run, least_run
         Py_ssize_t first_split, splits, row_blocks, first_task
         int part, block_rows, continues
 
@@ -45,7 +45,7 @@ cdef extern from "attention/walk/walk.h" nogil:
         int group
         kv_item *items
         kv_query *queries
-        float *partials
+        double *partials
         int *unfinished
 
     ctypedef struct kv_task:
@@ -69,7 +69,7 @@ cdef extern from "attention/walk/walk.h" nogil:
     void kv_open_task(kv_task *task, const kv_call *call, Py_ssize_t index)
     void kv_read_split(kv_task *task, Py_ssize_t split)
     void kv_attend_task(kv_task *task)
-    Py_ssize_t kv_partial_floats(const kv_side *values)
+    Py_ssize_t kv_partial_size(const kv_side *values)
     Py_ssize_t kv_count_slots(kv_call *call, Py_ssize_t num_tokens)
     void kv_count_tasks(const kv_call *call, Py_ssize_t num_tokens)
 

@@ -157,7 +157,7 @@ class SequenceCache:
         return_lse : bool
             Also return the log-sum-exp of the scores, for `kvfast.merge_states`.
         num_splits : int
-            Number of equal parts that the context is cut into. With 0 kvfast chooses, from the positions alone.
+            Number of equal parts of the context, or more where they would have over 32,768 tokens. With 0 kvfast chooses, by position.
         num_threads : int, optional
             Largest number of threads for this call. The result has the same bits for every number.
         attention_chunk_size : int, optional

@@ -1,5 +1,5 @@
-/* How a thread rounds, and whether it takes denormals for zero. A program may have changed that, also for threads that begin later
-   (torch.set_flush_denormal). Kernels run in the mode that the language promises, so that their bits depend on no program and no thread. */
+/* How a thread rounds, and whether it takes denormals for zero. A program may have changed that, also for threads that begin
+   later (torch.set_flush_denormal). Kernels run in the mode that the language promises, so that their bits depend on neither. */
 #ifndef KVFAST_FLOAT_MODE_H
 #define KVFAST_FLOAT_MODE_H
 

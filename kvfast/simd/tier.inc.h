@@ -74,6 +74,7 @@
     .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},                                                    \
     .softmax = KV(softmax),                                                                                           \
     .scale_add = KV(scale_add),                                                                                       \
+    .scale_add_double = KV(scale_add_double),                                                                         \
     .rows_to_refine = KV(rows_to_refine),                                                                             \
     KV_OWN_CACHES(                                                                                                    \
         .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},                                        \

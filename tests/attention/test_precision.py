@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from cache_kinds import FORMATS
 from reference import attention, bound, relative_error
+from selection import parametrize
 
 import kvfast
 
@@ -191,3 +192,13 @@ def test_thousands_of_equal_tokens(isa, rng, different):
             expected, _ = attention(q, k[:different], v[:different], causal=False)
             for out in (cache.attend(0, q, **options), kvfast.attention(q, k, v, **options)):
                 assert relative_error(out, expected) < bound("float32")
+
+
+@parametrize(("name", "tokens"), [("float16", 1 << 18), ("int8", 1 << 18), ("float32", 1 << 21)], [("float16", 1 << 18)])
+def test_the_same_token_over_and_over(isa, rng, name, tokens):
+    """Each sum of such rows rounds the same way: so no float32 takes very many of them, whatever the number of splits."""
+    k, v = rng.standard_normal((2, 1, 1, 16)).astype(np.float32)
+    cache = filled(name, *(np.broadcast_to(one, (tokens, 1, 16)) for one in (k, v)))
+    for n, num_splits in ((1, 0), (1, 1), (17, 0), (64, 1)):
+        out = cache.attend(0, rng.standard_normal((n, 2, 16)).astype(np.float32), num_splits=num_splits)
+        assert relative_error(out, np.broadcast_to(cache.v(0)[:1].astype(np.float64), out.shape)) < bound(name), (n, num_splits)

@@ -1,34 +1,35 @@
 /* Output rows, and the partial results of splits that are folded into them. */
 
-/* Floats of a partial result: the maximum, the sum of weights, the sums of weighted values. */
-static inline ptrdiff_t kv_partial_floats(const kv_side *values) { return values->padded_dim + 2; }
+/* Numbers of a partial result: the maximum, the sum of weights, the sums of weighted values. In double, as the splits of a long context
+   are thousands, and sums of tokens that are alike would all be rounded the same way. */
+static inline ptrdiff_t kv_partial_size(const kv_side *values) { return values->padded_dim + 2; }
 
-/* Those of one query and query head: (slots, kv_partial_floats). */
-static inline float *kv_partials_of(const kv_call *call, const kv_query *query, ptrdiff_t q_head)
+/* Those of one query and query head: (slots, kv_partial_size). */
+static inline double *kv_partials_of(const kv_call *call, const kv_query *query, ptrdiff_t q_head)
 {
-    return call->partials + (query->partial * call->num_q_heads + q_head * query->slots) * kv_partial_floats(call->values);
+    return call->partials + (query->partial * call->num_q_heads + q_head * query->slots) * kv_partial_size(call->values);
 }
 
-static inline void kv_write_partial(const kv_call *call, float *partial, const float *sums, float m, float l)
+static inline void kv_write_partial(const kv_call *call, double *partial, const float *sums, float m, float l)
 {
     partial[0] = m;
     partial[1] = l;
-    memcpy(partial + 2, sums, (size_t)call->values->padded_dim * sizeof *sums);
+    for (ptrdiff_t i = 0; i < call->values->padded_dim; i++) partial[2 + i] = sums[i];
 }
 
 /* Adds a partial result to the sum of those before it. */
-static inline void kv_fold(const kv_call *call, float *into, const float *sums, float m, float l)
+static inline void kv_fold(const kv_call *call, double *into, const double *partial)
 {
-    const float top = fmaxf(into[0], m);
-    if (l == 0.0f) return; /* goes on for NaN */
-    if (into[1] == 0.0f) {
-        kv_write_partial(call, into, sums, m, l);
+    const double m = partial[0], l = partial[1], top = fmax(into[0], m);
+    if (l == 0.0) return; /* goes on for NaN */
+    if (into[1] == 0.0) {
+        memcpy(into, partial, (size_t)kv_partial_size(call->values) * sizeof *into);
         return;
     }
-    const float before = into[0] == top ? 1.0f : expf(into[0] - top), weight = m == top ? 1.0f : expf(m - top);
+    const double before = into[0] == top ? 1.0 : exp(into[0] - top), weight = m == top ? 1.0 : exp(m - top);
     into[0] = top;
     into[1] = into[1] * before + l * weight;
-    call->kernels->scale_add(into + 2, before, sums, weight, call->values->padded_dim);
+    call->kernels->scale_add_double(into + 2, before, partial + 2, weight, call->values->padded_dim);
 }
 
 /* Writes an output row, sums / l, after the sink of its head. A row that sees nothing is 0. */
@@ -45,6 +46,13 @@ static inline void kv_write_row(const kv_call *call, const kv_query *query, ptrd
     call->source->write(call, query, q_head, sums, top, l);
 }
 
+static inline void kv_write_folded(const kv_call *call, const kv_query *query, ptrdiff_t q_head, const double *partial)
+{
+    float sums[KV_MAX_HEAD_DIM];
+    for (int i = 0; i < call->values->head_dim; i++) sums[i] = (float)partial[2 + i];
+    kv_write_row(call, query, q_head, sums, (float)partial[0], (float)partial[1]);
+}
+
 /* Whether a task has all partial results of a query. Then it folds them into one slot, as it does with those of the first splits. */
 static inline int kv_is_whole(const kv_task *task, const kv_query *query)
 {
@@ -55,33 +63,30 @@ static inline int kv_is_whole(const kv_task *task, const kv_query *query)
 static inline void kv_end_row(const kv_task *task, ptrdiff_t row, float *sums, float m, float l)
 {
     const kv_call *call = task->call;
-    const ptrdiff_t q_head = task->head * call->group + row % call->group, floats = kv_partial_floats(call->values);
+    const ptrdiff_t q_head = task->head * call->group + row % call->group, size = kv_partial_size(call->values);
     const kv_query *query = call->queries + kv_query_of(call, task->item, row);
-    float *first;
+    double *first, partial[KV_MAX_HEAD_DIM + 2];
     if (query->parts == 1) {
         kv_write_row(call, query, q_head, sums, m, l);
         return;
     }
     first = kv_partials_of(call, query, q_head);
     if (task->item->part > 0 || task->first_split > 0 || task->split == 0) {
-        kv_write_partial(call, first + (task->item->part + task->split) * floats, sums, m, l);
+        kv_write_partial(call, first + (task->item->part + task->split) * size, sums, m, l);
         return;
     }
-    kv_fold(call, first, sums, m, l);
-    if (!kv_is_whole(task, query)) first[task->split * floats + 1] = 0.0f;
-    else if (task->split == task->end_split - 1) kv_write_row(call, query, q_head, first + 2, first[0], first[1]);
+    kv_write_partial(call, partial, sums, m, l);
+    kv_fold(call, first, partial);
+    if (!kv_is_whole(task, query)) first[task->split * size + 1] = 0.0;
+    else if (task->split == task->end_split - 1) kv_write_folded(call, query, q_head, first);
 }
 
 /* Folds the partial results of a query and query head, in order, and writes its row. */
 static inline void kv_merge(const kv_call *call, const kv_query *query, ptrdiff_t q_head)
 {
-    const ptrdiff_t floats = kv_partial_floats(call->values);
-    float *first = kv_partials_of(call, query, q_head), *part = first;
-    for (int i = 1; i < query->parts; i++) {
-        part += floats;
-        kv_fold(call, first, part + 2, part[0], part[1]);
-    }
-    kv_write_row(call, query, q_head, first + 2, first[0], first[1]);
+    double *first = kv_partials_of(call, query, q_head);
+    for (int i = 1; i < query->parts; i++) kv_fold(call, first, first + i * kv_partial_size(call->values));
+    kv_write_folded(call, query, q_head, first);
 }
 
 /* Ends a task. The last one of a query and KV head to end merges their partial results. */

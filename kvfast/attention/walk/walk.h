@@ -46,7 +46,7 @@ typedef struct {
     ptrdiff_t first_query, num_queries;
     ptrdiff_t begin, end;        /* positions read: begin, a multiple of KV_TILE, to end, and the sink tokens before */
     ptrdiff_t split_from, split_tokens; /* splits of split_tokens each, a multiple of KV_TILE, from this position on */
-    int run;                     /* splits of a task */
+    int run, least_run;          /* splits of a task; at least, as they were one that had too many tokens */
     ptrdiff_t first_split, splits, row_blocks, first_task;
     int part;                    /* index of its first split among the partial results of its queries */
     int continues;               /* the tasks of the item before it read it, too: the same rows, rotated for another segment */
@@ -76,7 +76,7 @@ struct kv_call {
     ptrdiff_t num_items;
     kv_query *queries;           /* (num_queries,) the first of each token, then the others */
     ptrdiff_t num_queries, num_tasks;
-    float *partials;             /* (tokens, num_q_heads, slots, padded_dim of values + 2) */
+    double *partials;            /* (tokens, num_q_heads, slots, kv_partial_size) */
     int *unfinished;             /* (tokens, KV heads) tasks that have still to end */
 };
 

@@ -108,7 +108,7 @@ static bool reserve(call *c, int num_threads, kv_workspace *workspace)
 {
     const size_t used = c->matrix ? sizeof(kv_wide_scratch) : parts(c->item.block_rows, KV_ROWS) * sizeof(kv_scratch);
     const size_t streams = c->q->ne[3], queries = streams * c->item.num_queries, splits = c->item.splits > 1 ? c->item.splits : 0;
-    const size_t partials = queries * c->walk.num_q_heads * splits * kv_partial_floats(&c->v.rows) * sizeof(float);
+    const size_t partials = queries * c->walk.num_q_heads * splits * kv_partial_size(&c->v.rows) * sizeof(double);
     const size_t packed = c->mask && c->q->ne[1] == 1 ? (size_t)((c->k.row_bytes + c->v.row_bytes) * c->tile) : 0;
     c->packed_at = parts(offsetof(scratch, narrow) + used, 64) * 64;
     c->scratch_bytes = parts(c->packed_at + packed, 4096) * 4096 + 64; /* no two threads at the same place of a page */
@@ -123,7 +123,7 @@ static bool reserve(call *c, int num_threads, kv_workspace *workspace)
     c->scratch = workspace->memory;
     c->walk.queries = (kv_query *)(c->scratch + c->scratch_bytes * num_threads);
     c->walk.items = (kv_item *)(c->walk.queries + queries);
-    c->walk.partials = (float *)(c->walk.items + streams);
+    c->walk.partials = (double *)(c->walk.items + streams);
     c->walk.unfinished = (int *)((char *)c->walk.partials + partials);
     c->walk.num_queries = queries;
     add_items(&c->walk, c->item, streams);

@@ -117,7 +117,7 @@ cdef inline int _kind_of(const kv_layout *layout, const kv_context *context, Py_
 cdef void _copy(const kv_task *task, const kv_layout *gathered, int kind, Py_ssize_t position, Py_ssize_t size,
                 int slot) noexcept nogil:
     """Copy a token or a run to a slot of the tile."""
-    cdef const kv_kernels *kernels = task.call.kernels
+    cdef const kv_kernels *kernels = task.kernels
     cdef const kv_layout *layout = given_of(task).layout
     cdef int32_t block = block_of(&keys_of(task).context, position >> layout.block_shift)
     cdef int offset = <int>(position & (layout.k.block_size - 1)), first = slot % KV_LANES

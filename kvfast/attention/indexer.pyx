@@ -141,7 +141,8 @@ cdef int _score(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noe
     memset(&task, 0, sizeof(task))
     own.rope, own.decoded, own.gathered = NULL, NULL, NULL
     own.scratch.queries.room = own.scratch.softmax.room = &own.room
-    task.call, task.item, task.own, task.narrow = &ranking.call, item, own, &own.scratch
+    task.call, task.item, task.kernels = &ranking.call, item, ranking.call.kernels
+    task.own, task.narrow = own, &own.scratch
     memset(sums + begin, 0, (end - begin) * sizeof(float))
     while head < heads:
         task.first_row = (ranking.first + number - item.first_query) * heads + head

@@ -50,6 +50,7 @@ cdef extern from "attention/walk/walk.h" nogil:
 
     ctypedef struct kv_task:
         const kv_call *call
+        const kv_kernels *kernels
         const kv_item *item
         int head, rows
         Py_ssize_t first_row, first_split, end_split, split, begin, end

@@ -39,13 +39,13 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
         _load_rows(task, q, &layout.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
         if rope != NULL:
             _load_rows(task, &given.request.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
-        task.call.kernels.prepare_panel[given.wide_kind](&layout.k, task.wide.rows, rope, task.wide.rope_rows, given.request.scale,
+        task.kernels.prepare_panel[given.wide_kind](&layout.k, task.wide.rows, rope, task.wide.rope_rows, given.request.scale,
                                                          exact, task.wide.panels + i)
 
 
 cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count, float *rows) noexcept nogil:
     """Load `count` rows as floats; rows beyond those of the task are 0."""
-    cdef const kv_kernels *kernels = task.call.kernels
+    cdef const kv_kernels *kernels = task.kernels
     cdef const kv_layout *layout = given_of(task).layout
     cdef const kv_own *own = own_of(task)
     cdef int r, given = min(count, task.rows - first)
@@ -138,7 +138,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     cdef Py_ssize_t t = range_.begin, next_t, all_from = 0, all_to = range_.end
     cdef int now = 0, panels_used = kv_num_blocks(task), r, count, all_seen = 0   # tokens of a tile that all rows see
     cdef bint seen = False
-    if not task.call.kernels.has_matrix:  # words are summed in groups that lie at the same positions for all rows
+    if not task.kernels.has_matrix:  # words are summed in groups that lie at the same positions for all rows
         t = t // KV_WORD_GROUP * KV_WORD_GROUP
     for r in range(task.rows):
         all_from, all_to = max(all_from, starts[r]), min(all_to, stops[r])
@@ -167,7 +167,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
             if all_from <= t and t + count <= all_to:
                 all_seen = count
         if seen:
-            task.call.kernels.attend_panels[given_of(task).wide_kind](
+            task.kernels.attend_panels[given_of(task).wide_kind](
                 &layout.k, &layout.v, &keys[now], &values[now], &keys[1 - now], &values[1 - now], t,
                 &task.wide.operands, panels, panels_used)
         now = 1 - now
@@ -178,7 +178,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
                         const kv_range *following) noexcept nogil:
     """Read a range with vectors. Tiles end at multiples of their size, so that a row's result does not depend on the other rows of
     its task. The first one may begin later: at a block, after tokens that no row sees."""
-    cdef const kv_kernels *kernels = task.call.kernels
+    cdef const kv_kernels *kernels = task.kernels
     cdef const kv_layout *layout = range_.layout
     cdef const kv_layout *next_layout = layout
     cdef const kv_side *k = &layout.k
@@ -262,7 +262,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
 
 cdef void add_scores(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const float *weights, float *sums) noexcept nogil:
     """Add to the sum of each position the weighted scores of the task's rows, those above 0; see `indexer`. A NaN stays one."""
-    cdef const kv_kernels *kernels = task.call.kernels
+    cdef const kv_kernels *kernels = task.kernels
     cdef const kv_layout *layout = given_of(task).layout
     cdef kv_scratch *scratch = task.narrow
     cdef kv_ahead ahead
@@ -303,7 +303,7 @@ cdef inline void _decode(const kv_task *task, const kv_side *side, const void *c
     cdef uint16_t *rows = own_of(task).decoded
     if side.padded_dim > side.head_dim or count < given.tile:
         memset(rows, 0, given.tile * side.row_stride)
-    given.layout.decode(task.call.kernels, codes, side, task.head, t, count, rows, &ahead.next)
+    given.layout.decode(task.kernels, codes, side, task.head, t, count, rows, &ahead.next)
     tile.base, tile.at[0], tile.first = <const char *>rows, 0, 0
     ahead.after, ahead.lead = ahead.next, 0
 

@@ -166,7 +166,10 @@ void kv_begin(void)
     for (int i = 0; i < num_tiers; i++)
         if (kv_all_kernels[i]->base) complete((kv_kernels *)kv_all_kernels[i], kv_all_kernels[i]->base);
     for (int j = 0; own_of_fast[j][0]; j++) complete((kv_kernels *)kv_fast(own_of_fast[j][1]), own_of_fast[j][0]);
-    for (int i = 0; i < num_tiers; i++) complete(fast_kernels + i, kv_all_kernels[i]);
+    for (int i = 0; i < num_tiers; i++) {
+        complete(fast_kernels + i, kv_all_kernels[i]);
+        ((kv_kernels *)kv_all_kernels[i])->exact = fast_kernels[i].exact = kv_all_kernels[i];
+    }
 }
 
 const kv_kernels *kv_fast(const kv_kernels *exact)

@@ -263,6 +263,7 @@ typedef struct {
 typedef struct kv_kernels {
     const char *isa;
     const struct kv_kernels *base; /* or NULL; the tier that has what this one has not of its own, see kv_begin */
+    const struct kv_kernels *exact; /* this table, or of one of the fast precision that of the exact one */
 
     /* Codec: rows of n floats, of the float dtypes. */
     void (*to_float[KV_NUM_DTYPES])(const void *source, ptrdiff_t n, float *row);
@@ -307,7 +308,8 @@ typedef struct kv_kernels {
     void (*transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n,
                       const kv_transform *transform, float *out, ptrdiff_t out_stride);
 
-    /* Attention on one tile. */
+    /* Attention on one tile. In the fast precision a score that the rounding of its query may move too far is NaN; see
+       activations.inc.h. */
     void (*prepare[KV_NUM_DTYPES])(const kv_side *side, const float *rows, int num_rows, float scale,
                                    kv_queries *queries);
     void (*scores[KV_NUM_DTYPES])(const kv_side *side, const kv_queries *queries, int num_rows,

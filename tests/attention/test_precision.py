@@ -202,3 +202,19 @@ def test_the_same_token_over_and_over(isa, rng, name, tokens):
     for n, num_splits in ((1, 0), (1, 1), (17, 0), (64, 1)):
         out = cache.attend(0, rng.standard_normal((n, 2, 16)).astype(np.float32), num_splits=num_splits)
         assert relative_error(out, np.broadcast_to(cache.v(0)[:1].astype(np.float64), out.shape)) < bound(name), (n, num_splits)
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "int8", "int4", "k8v4"])
+def test_weights_that_underflow(isa, rng, name):
+    """One token has all of the weight, and a value of zero. What is left is right down to 1e-28, and nothing but zero below that."""
+    k, v = rng.standard_normal((2, 40, 1, 64)).astype(np.float32) * 0.1
+    k[7, 0] = 0
+    k[7, 0, 5], v[7] = 1, 0
+    cache = filled(STORED[name], k, v)
+    for above in (20, 50, 60, 70, 90, 200):
+        q = np.zeros((1, 2, 64), np.float32)
+        q[..., 5] = above
+        expected, _ = attention(q, cache.k(0), cache.v(0), scale=1.0)
+        sizes, _ = attention(q, cache.k(0), np.linalg.norm(cache.v(0), axis=2, keepdims=True), scale=1.0)
+        error = np.linalg.norm(cache.attend(0, q, scale=1.0) - expected, axis=2)
+        assert (error <= bound(name) * max(1, above / 16) * sizes[..., 0] + 40 * 1e-28).all(), above

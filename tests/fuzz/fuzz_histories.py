@@ -107,6 +107,8 @@ class World:
             options["num_threads"] = int(rng.integers(1, 4))
         if often(self.case.precision, 0.15):
             options["precision"] = str(one_of(self.case.precision, ["fast", "fast", "exact"]))
+            if options["precision"] == "fast" and often(self.case.threads, 0.5):  # where rounded queries would move scores by units
+                options["scale"] = float(one_of(self.case.threads, [2, 10, 50, 400]))
         return options
 
     takes_windows = takes_spans = takes_chosen = True
@@ -152,6 +154,9 @@ class World:
         q, exact_q = as_given(rng, held.source.queries(n, num_q_heads, track.rows[layer]))
         options = self.options(num_q_heads, window)
         self.narrow(options, track.layer_length(layer), n, window)
+        if options.get("scale", 0) >= 2 and self.takes_windows and often(self.case.threads, 0.5):  # sinks take most of the weight
+            k = np.repeat(track.rows[layer][0], num_q_heads // self.heads, axis=1)
+            options["sinks"] = np.minimum(options["scale"] * np.einsum("qhd,khd->hqk", exact_q, k).max((1, 2)) + 10, 1e6)
         out, out_dtype = self.random_out((n, num_q_heads, self.out_dim))
         self.case.note("attend", layer, n, num_q_heads, out_dtype, options)
         try:

@@ -51,6 +51,7 @@ static inline void kv_open_task(kv_task *task, const kv_call *call, ptrdiff_t in
     const ptrdiff_t near = call->heads_together, runs = kv_runs(item);
     index -= item->first_task;
     task->call = call;
+    task->kernels = call->kernels;
     task->item = item;
     task->loaded = 0;
     task->head = (int)(near ? index % near : index / item->row_blocks / runs);

@@ -42,7 +42,8 @@ static inline void kv_begin_rows(const kv_task *task, unsigned refined)
         else kv_begin_block(task, b, refined);
 }
 
-/* The rows of a block whose rounding of weights matters, compared with their sums: a bit for each. */
+/* The rows of a block whose rounding of weights matters, compared with their sums, and those whose scores the fast precision did not
+   give, so that their sum of weights is no number: a bit for each. */
 static inline unsigned kv_rows_to_refine(const kv_task *task, int block)
 {
     const kv_call *call = task->call;
@@ -50,8 +51,10 @@ static inline unsigned kv_rows_to_refine(const kv_task *task, int block)
     const kv_panel *panel = task->wide ? task->wide->panels + block : NULL;
     const kv_scratch *narrow = task->narrow + block;
     const int rows = kv_rows_of(task, block);
-    const unsigned marked = panel ? call->kernels->rows_to_refine(panel->acc, KV_LANES, KV_ROWS * KV_LANES, n, panel->noise, rows)
-                                  : call->kernels->rows_to_refine(narrow->acc, n, KV_LANES, n, narrow->softmax.noise, rows);
+    unsigned marked = panel ? task->kernels->rows_to_refine(panel->acc, KV_LANES, KV_ROWS * KV_LANES, n, panel->noise, rows)
+                            : task->kernels->rows_to_refine(narrow->acc, n, KV_LANES, n, narrow->softmax.noise, rows);
+    for (int r = 0; r < rows && task->kernels != task->kernels->exact; r++)
+        if (isnan(panel ? panel->l[r] : (float)narrow->softmax.l[r])) marked |= 1u << r;
     return marked && call->source->refines_blocks ? ~0u : marked;
 }
 
@@ -68,6 +71,6 @@ static inline float *kv_sums_of(const kv_task *task, int row, float *m, float *l
     }
     kv_scratch *block = task->narrow + row / KV_ROWS;
     *m = block->softmax.m[r], *l = (float)block->softmax.l[r];
-    if (task->rest) task->call->kernels->scale_add(block->acc + r * n, 1.0f, task->rest + r * n, 1.0f, n);
+    if (task->rest) task->kernels->scale_add(block->acc + r * n, 1.0f, task->rest + r * n, 1.0f, n);
     return block->acc + r * n;
 }

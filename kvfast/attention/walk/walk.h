@@ -83,6 +83,7 @@ struct kv_call {
 /* The query rows of a task: in blocks of KV_ROWS, or in panels. */
 struct kv_task {
     const kv_call *call;
+    const kv_kernels *kernels;   /* those of the call, or for rows that are read again its exact ones */
     const kv_item *item;
     int head, rows;
     ptrdiff_t first_row;         /* of the item */
@@ -124,13 +125,14 @@ static inline void kv_end_rows(const kv_task *task, int block, unsigned ended)
     }
 }
 
-/* Attends to a split. Rows whose rounding of weights counts are read again, with those of their block, as few rows are. */
+/* Attends to a split. Rows whose rounding counts are read again, with those of their block, as few rows are, and exactly. */
 static inline void kv_attend_split(kv_task *task, ptrdiff_t split)
 {
     unsigned again[KV_PANELS], any = 0;
     kv_wide_scratch *const wide = task->wide;
     const ptrdiff_t first_row = task->first_row;
-    const int rows = task->rows, blocks = kv_num_blocks(task), changes_rows = wide || blocks > 1;
+    const kv_kernels *const kernels = task->kernels;
+    const int rows = task->rows, blocks = kv_num_blocks(task), changes_rows = wide || blocks > 1 || kernels != kernels->exact;
     kv_begin_rows(task, 0);
     kv_read_split(task, split);
     for (int b = 0; b < blocks; b++) {
@@ -138,7 +140,7 @@ static inline void kv_attend_split(kv_task *task, ptrdiff_t split)
         kv_end_rows(task, b, ~again[b]);
     }
     if (!any) return;
-    if (changes_rows) task->wide = NULL, task->loaded = 0;
+    if (changes_rows) task->wide = NULL, task->kernels = kernels->exact, task->loaded = 0;
     for (int b = 0; b < blocks; b++, task->first_row += KV_ROWS) {
         if (!again[b]) continue;
         task->rows = rows - b * KV_ROWS < KV_ROWS ? rows - b * KV_ROWS : KV_ROWS;
@@ -147,7 +149,7 @@ static inline void kv_attend_split(kv_task *task, ptrdiff_t split)
         kv_end_rows(task, 0, again[b]);
         if (changes_rows) task->loaded = 0;
     }
-    task->wide = wide, task->first_row = first_row, task->rows = rows;
+    task->wide = wide, task->kernels = kernels, task->first_row = first_row, task->rows = rows;
 }
 
 /* Attends, after kv_open_task. */

@@ -66,7 +66,7 @@ static kv_tile open_tile(const side *s, const tile_rows *rows, int count, float 
 static void prepare_rows(const kv_task *t)
 {
     const call *c = t->call->given;
-    const kv_kernels *kernels = t->call->kernels;
+    const kv_kernels *kernels = t->kernels;
     const ptrdiff_t n = c->k.rows.head_dim, padded = c->k.rows.padded_dim;
     scratch *own = t->own;
     for (int b = 0; b < kv_num_blocks(t); b++) {
@@ -103,7 +103,7 @@ static void attend_with_matrix(const kv_task *t, const tile_rows *k, const tile_
         memcpy(panel->stop, own->to + b * KV_ROWS, sizeof panel->stop);
         panel->options = options_of(t, b);
     }
-    t->call->kernels->attend_panels[KV_HALVES](k->side, v->side, keys, values, keys, values, 0, &t->wide->operands, t->wide->panels,
+    t->kernels->attend_panels[KV_HALVES](k->side, v->side, keys, values, keys, values, 0, &t->wide->operands, t->wide->panels,
                                                blocks);
 }
 
@@ -170,7 +170,7 @@ static kv_ahead as_ahead(kv_lines lines)
 static void attend_with_vectors(const kv_task *t, const tile_rows *k, const tile_rows *v, const kv_tile *keys, const kv_tile *values)
 {
     const call *c = t->call->given;
-    const kv_kernels *kernels = t->call->kernels;
+    const kv_kernels *kernels = t->kernels;
     const scratch *own = t->own;
     const kv_lines none = {keys->base, 0};
     if (c->k.transpose) open_key_strips(t, k, keys->count);
@@ -223,7 +223,7 @@ static void attend_with_products(const kv_task *t, int count)
     for (int b = 0; b < blocks; b++) {
         if (!own->seen[b]) continue;
         const kv_score_options options = options_of(t, b);
-        t->call->kernels->softmax(&t->narrow[b].softmax, kv_rows_of(t, b), own->seen[b], own->from + b * KV_ROWS,
+        t->kernels->softmax(&t->narrow[b].softmax, kv_rows_of(t, b), own->seen[b], own->from + b * KV_ROWS,
                                   own->to + b * KV_ROWS, 0, &options);
     }
     for (int i = 0; i < padded; i += KV_COLUMNS)

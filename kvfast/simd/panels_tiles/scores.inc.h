@@ -1,6 +1,19 @@
 /* Scores of a panel. Its rows are multiplied as bytes. The exact precision also multiplies what their rounding left out, where it
-   matters. */
+   matters; the fast one gives no score there. */
 
+#if KV_FAST
+/* Makes scores NaN where the rounding of the rows matters; see activations.inc.h. */
+static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *p, int first, int last, float *scores)
+{
+    for (int lane = first; lane < last; lane++)
+        for (int r = 0; r < KV_ROWS; r++) {
+            float *row = scores + r * KV_MATRIX_TILE + lane * KV_LANES;
+            const vf size = vf_mul(vf_load(p->scales + lane * KV_LANES), vf_set1(p->unit[r] * p->error));
+            const vf excess = vf_sub(size, KV(least_errors)(vf_load(row), vf_set1(p->most[r])));
+            vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_set1(NAN), excess, 0.0f)));
+        }
+}
+#else
 /* Adds to the scores the rounding errors of the rows, times `inverse`, where they matter; see activations.inc.h. `scale` is
    the largest scale of the tokens. */
 static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *rounded, const float *rows, const float *inverse,
@@ -30,6 +43,7 @@ static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *r
     p.x = x, p.unit = unit, p.error *= 2.0f * KV_MAX_ACTIVATION;
     KV(score_lanes)(&p, begin, end, scores, 0, REFINES);
 }
+#endif
 
 /* Scores of the lane tiles first to last, from rows that are cut as p describes. */
 static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_products) *p, const float *rows, const float *inverse,
@@ -37,11 +51,15 @@ static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_pr
 {
     vf scales = vf_set1(0.0f);
     KV(score_lanes)(p, first, last, scores, shifts, use);
-    if (KV_FAST) return;
     for (int lane = first; lane < last; lane++) scales = vf_max(scales, vf_load(p->scales + lane * KV_LANES));
     const float scale = vf_hmax(scales);
     if (vf_hmax(vf_load(p->unit)) * scale * p->error * 1.001f >= KV_LEAST_ERROR)
+#if KV_FAST
+        KV(refine_lanes)(p, first, last, scores);
+    (void)rows, (void)inverse;
+#else
         KV(refine_lanes)(p, rows, inverse, scale, first, last, scores);
+#endif
 }
 
 /* A panel's rows folded with a key block's statistics. */

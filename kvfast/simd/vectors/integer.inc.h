@@ -82,7 +82,8 @@ static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
 #define KV_DOT_UNITS(...)
 #endif
 
-/* Adds the rounding errors of a quad's activations to its scores, where they matter; see activations.inc.h. The tokens
+/* Adds the rounding errors of a quad's activations to its scores, where they matter; in the fast precision makes these scores NaN. See
+   activations.inc.h. The tokens
    are `lane` to `stop` of a tile, from a slot of the first of `block` on. `rows` are the rows before rounding, with their
    `inverse` and `unit`, and the largest scores so far. `error` times a unit is the largest standard error of such a row. */
 static inline __attribute__((always_inline)) void KV(refine)(
@@ -123,13 +124,20 @@ static inline __attribute__((always_inline)) void KV(refine)(
             for (int v = 0; v < vectors; v++) {
                 const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
                 for (int r = 0; r < num_rows; r++) {
-                    const vf size = vf_mul(token, vf_set1(__builtin_fabsf(unit[r]) * KV(error_of_unit)(side, dtype)));
+                    const vf size = vf_mul(token, vf_set1(__builtin_fabsf(unit[r]) * (channels ? error : KV(error_of_unit)(side, dtype))));
                     excess[r][v] = vf_sub(size, KV(least_errors)(vf_load(scores + r * KV_TILE + lane + v * W), vf_set1(most[r])));
                     above = vf_max(above, excess[r][v]);
                 }
             }
         }
-        if (vf_hmax(above) > 0.0f) {
+        const int matters = vf_hmax(above) > 0.0f;
+        if (KV_FAST && matters) {
+            for (int v = 0; v < vectors; v++)
+                for (int r = 0; r < num_rows; r++) {
+                    float *score = scores + r * KV_TILE + lane + v * W;
+                    vf_store(score, vf_add(vf_load(score), vf_zero_below(vf_set1(NAN), excess[r][v], 0.0f)));
+                }
+        } else if (matters) {
             if (!ready) {
                 memset(left + num_rows * n, 0, (size_t)((KV_QUAD - num_rows) * n) * sizeof(float));
                 KV(leave_rounding)(rows, n, num_rows, n, inverse, left);
@@ -186,7 +194,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     const int channels = statistics == KV_CHANNELS;
     const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype);
     const int lanes = kv_whole_lanes(tile->count);
-    const float error = KV_FAST ? 0.0f : KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
+    float error = KV(error_of_unit)(side, dtype);
     KV_LOAD_LEVELS
     kv_key_order orders[KV_TILE / KV_LANES]; /* of the tile's blocks */
     KV(folded) *const folded = KV_IN(queries->room->pass, KV(folded));
@@ -198,7 +206,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
         const ptrdiff_t *block = tile->at;
         const ptrdiff_t *first_block = block;
         int slot = tile->first;
-        int counts = 0, first = 0, first_slot = slot; /* whether the rounding errors matter, from `first` on */
+        int first = 0, first_slot = slot; /* where the tokens begin whose rounding errors may matter */
         for (int lane = 0; lane < lanes;) {
             const ptrdiff_t at = slot / KV_LANES * tile_bytes;
             const char *token_scales = tile->base + *block + side->scales;
@@ -207,11 +215,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
                 KV(read_key_order)((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, order);
             if (statistics && (lane == 0 || slot == 0))
                 KV(fold)(side, tile->base + *block, channels ? order : NULL, queries, row, rows, folded);
-            if (!KV_FAST && (lane == 0 || (channels && slot == 0))) {
-                counts = 0;
-                for (int r = 0; r < rows; r++) counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;
-                first_block = block, first = lane, first_slot = slot;
-            }
+            if (lane == 0 || (channels && slot == 0)) first_block = block, first = lane, first_slot = slot;
             const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * tile_bytes);
             const int left = lanes - lane < side->block_size - slot ? lanes - lane : side->block_size - slot;
             const int vectors = INT_VECTORS * W <= left ? INT_VECTORS : 1;
@@ -231,10 +235,16 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             KV_EACH_QUAD(rows, vectors, KV_QUAD_SCORES)
             lane += vectors * W;
             slot += vectors * W;
-            if (!KV_FAST && counts && (lane == lanes || (channels && slot == side->block_size)))
-                refine(side, channels ? folded->rows : queries->rows + row * side->padded_dim,
-                       channels ? folded->inverse : queries->inverse + row, scales, queries->most + row, error,
-                       rows, tile, first_block, first_slot, first, lane, scores + row * KV_TILE, queries->room);
+            if (lane == lanes || (channels && slot == side->block_size)) {
+                int counts = 0;
+                if (!channels && row == 0) error *= KV(largest_scale)(side, tile, dtype); /* which have been read by now */
+                if (channels && KV_OWN_BITS(dtype)) error = folded->error;
+                for (int r = 0; r < rows; r++) counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;
+                if (counts)
+                    refine(side, channels ? folded->rows : queries->rows + row * side->padded_dim,
+                           channels ? folded->inverse : queries->inverse + row, scales, queries->most + row, error, rows, tile,
+                           first_block, first_slot, first, lane, scores + row * KV_TILE, queries->room);
+            }
             if (slot == side->block_size) slot = 0, block++;
         }
     }

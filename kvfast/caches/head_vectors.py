@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvfast.core.interchange import as_float32
+from kvfast.core.interchange import as_array, as_float32
 from kvfast.core.limits import MAX_ROTATED
 from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -49,9 +49,9 @@ def tokens(given: Any, name: Any, count: Any, dim: Any) -> Any:
 
 def _floats(given, name, *shape):
     try:
-        array = np.asarray(given) if isinstance(given, (list, tuple)) else as_float32(given, name)
-    except ValueError as error:
-        raise DimensionMismatchError(f"{name} must have shape {shape}: {error}") from None
+        array = as_array(given, name) if isinstance(given, (list, tuple)) else as_float32(given, name)
+    except DimensionMismatchError:
+        raise DimensionMismatchError(f"{name} must have shape {shape}, got lists of different lengths") from None
     if array.shape != shape:
         raise DimensionMismatchError(f"{name} must have shape {shape}, got {array.shape}")
     if array.dtype.kind not in "fi":

@@ -1,6 +1,11 @@
 """Latent rows, each a latent followed by a rotary part: properties that all their caches share."""
 
+from numbers import Integral
+
+from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_array
+from kvfast.core.limits import MAX_Q_HEADS
+from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError
 
 
@@ -31,6 +36,8 @@ class LatentRows:
 
     def _latent_shape(self, q, num_q_heads):
         """Queries, their shape, or their number, without the rotary part: the latents, or a shape."""
+        if num_q_heads is not None:
+            check_size(num_q_heads, "num_q_heads", 1, MAX_Q_HEADS)
         if getattr(q, "ndim", 0):
             return self._query_parts(q)[0]
         shape = q if isinstance(q, (tuple, list)) else (q, num_q_heads, self.head_dim)
@@ -38,9 +45,9 @@ class LatentRows:
         return *shape[:2], self.latent_dim
 
     def _check_query_shape(self, shape):
-        if len(shape) != 3 or shape[2] != self.head_dim:
+        if len(shape) != 3 or not isinstance(shape[2], Integral) or shape[2] != self.head_dim:
             raise DimensionMismatchError(
-                f"q must have shape (num_tokens, num_q_heads, {self.latent_dim} + {self.rope_dim}), got {tuple(shape)}"
+                f"q must have shape (num_tokens, num_q_heads, {self.latent_dim} + {self.rope_dim}), got {shown(tuple(shape))}"
             )
 
     def _parts(self, rows):

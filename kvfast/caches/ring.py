@@ -13,6 +13,7 @@ from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
+from kvfast.core.interchange import as_array
 from kvfast.core.text import same_or_tuple, size_text
 from kvfast.storage.kinds import ROLLBACK, storage_of
 from kvfast.storage.settings import full, ring, with_states
@@ -179,14 +180,17 @@ class RingKVCache(SequenceCache, Splicing, States, StoredSequence, StorageProper
 
 
 def _num_tokens(array):
-    """Rows of an array, at least 1: arrays without rows are refused later, in `open_rows`."""
-    shape = np.shape(array)
+    """Rows of an array, at least 1: what has no rows, or is not an array, is refused later, in `open_rows`."""
+    try:
+        shape = np.shape(array)
+    except ValueError:
+        return 1
     return max(1, shape[0]) if shape else 1
 
 
 def _check_spans(spans, window):
     """Refuse spans that reach before the window of a query, whose sinks lie directly before it. What is wrong otherwise is told later."""
-    spans = np.asarray(spans)
+    spans = as_array(spans, "spans")
     longest = int(np.diff(spans).max()) if spans.ndim == 2 and spans.shape[1] == 2 and spans.dtype.kind in "iu" and len(spans) else 0
     if longest > window:
         raise ValueError(

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvfast.core.checks import check_size
-from kvfast.core.interchange import as_floats
+from kvfast.core.checks import check_size, checked_list, checked_path
+from kvfast.core.interchange import as_floats, as_numbers
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS
 from kvfast.core.replacing import replacing
 from kvfast.core.text import shown
@@ -155,7 +155,7 @@ class Calibration:
         path : path-like
         """
         stacked = np.stack([layer._given for layer in self._layers], axis=1)
-        with replacing(os.path.realpath(os.fsdecode(path))) as new, open(new, "wb") as file:
+        with replacing(os.path.realpath(checked_path(path, "path"))) as new, open(new, "wb") as file:
             np.savez(file, **dict(zip(_KINDS, stacked)))
 
     @classmethod
@@ -174,12 +174,14 @@ class Calibration:
         from zipfile import BadZipFile  # `import kvfast` loads neither
         from zlib import error as zlib_error
 
+        path = checked_path(path, "path")
         try:
+            with open(path, "rb") as file:
+                if file.read(2) != b"PK":  # of which NumPy would say that it can be loaded unsafely
+                    raise CorruptFileError(f"{path} holds no calibration: it is not a .npz file")
             with open(path, "rb") as file, np.load(file) as arrays:
                 if sorted(arrays) != sorted(_KINDS):
-                    raise CorruptFileError(
-                        f"{os.fspath(path)} must hold the arrays rows and channels, got {', '.join(arrays) or 'none'}"
-                    )
+                    raise CorruptFileError(f"{path} must hold the arrays rows and channels, got {', '.join(arrays) or 'none'}")
                 for one in arrays.zip.infolist():
                     _check_member(arrays.zip, one, os.fstat(file.fileno()).st_size)
                 return cls(*(arrays[name] for name in _KINDS))
@@ -196,7 +198,7 @@ class Calibration:
             ArithmeticError,
             RuntimeError,
         ) as error:
-            raise CorruptFileError(f"{os.fspath(path)} holds no calibration: {error}") from None
+            raise CorruptFileError(f"{path} holds no calibration: {error}") from None
 
 
 class Moments:
@@ -274,6 +276,7 @@ def calibrate(q: Any, k: Any) -> Calibration:
     Calibration(..., 2 layers, 2 KV heads x 64)
     >>> cache = kvfast.KVCache(2, 2, 64, dtype=kvfast.KVFormat("int8", rotation="kv", calibration=calibration))
     """
+    q, k = (checked_list(side, name, "arrays, one for each layer") for name, side in (("q", q), ("k", k)))
     if len(q) != len(k) or not len(k):
         raise DimensionMismatchError(f"q and k must hold arrays for the same layers, at least one, got {len(q)} and {len(k)}")
     bases = []
@@ -366,7 +369,7 @@ def _balanced(q, k):
 
 
 def _checked(array, name):
-    array = np.ascontiguousarray(array, np.float32)
+    array = as_numbers(array, name)
     if array.ndim != 4 or array.shape[2] != array.shape[3]:
         raise DimensionMismatchError(f"{name} must have shape (num_layers, num_kv_heads, head_dim, head_dim), got {array.shape}")
     for size, label, most in zip(array.shape, ("num_layers", "num_kv_heads", "head_dim"), (MAX_LAYERS, MAX_KV_HEADS, MAX_HEAD_DIM)):

@@ -6,6 +6,7 @@ from libc.stdint cimport int8_t, uint8_t
 from libc.stdlib cimport free, malloc
 
 from kvfast.core.arrays cimport dtype_of
+from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, STREAMED_BYTES, active, kv_kernels
 from kvfast.core.limits cimport KV_MAX_FLOAT32
@@ -13,7 +14,7 @@ from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
 from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
-from kvfast.core.interchange import aligned, as_float32, as_floats
+from kvfast.core.interchange import aligned, as_array, as_float32, as_floats, check_unmasked
 
 cdef enum:
     ROWS_PER_TASK = 256
@@ -188,7 +189,7 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     """
     cdef kv_codec_call call
     cdef kv_team team
-    codes, scales = aligned(codes), aligned(scales)
+    codes, scales = aligned(as_array(codes, "codes")), aligned(as_array(scales, "scales"))
     if codes.dtype != np.int8 and codes.dtype != np.uint8:
         raise TypeError(f"codes must be int8 (INT8) or uint8 (packed INT4), got {codes.dtype}")
     if scales.dtype != np.float32:
@@ -199,7 +200,9 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     call.kernels = active()
     call.bits = 8 if codes.dtype == np.int8 else 4
     call.width = codes.shape[-1]
-    if head_dim is None:
+    if head_dim is not None:
+        head_dim = check_count(head_dim, "head_dim", 1)
+    else:
         head_dim = out.shape[-1] if isinstance(out, np.ndarray) and out.ndim else call.width * (2 if call.bits == 4 else 1)
     if (head_dim != call.width) if call.bits == 8 else ((head_dim + 1) // 2 != call.width):
         raise DimensionMismatchError(f"head_dim must fit {call.width} bytes of INT{call.bits} codes per row, "
@@ -207,6 +210,7 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     call.dim = head_dim
     call.rows = codes.size // call.width
     shape = codes.shape[:-1] + (head_dim,)
+    check_unmasked(out, "out", "pass out.data")
     if out is None:
         out = np.empty(shape, np.float32)
     elif not isinstance(out, np.ndarray) or out.dtype != np.float32:

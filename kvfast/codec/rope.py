@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvfast.core.checks import check_flag, check_size
+from kvfast.core.checks import check_flag, check_positive, check_size
+from kvfast.core.interchange import as_array
 from kvfast.core.text import shown
 
 if TYPE_CHECKING:
@@ -49,13 +50,12 @@ class Rope:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.theta, (int, float, np.number)) and 0 < self.theta < float("inf")):
-            raise ValueError(f"theta must be a finite number above 0, got {shown(self.theta)}")
+        check_positive(self.theta, "theta", "number", finite=True)
         check_flag(self.interleaved, "interleaved")
         if self.rotary_dim is not None and check_size(self.rotary_dim, "rotary_dim", 2, 1 << 20) % 2:
             raise ValueError(f"rotary_dim must be even, got {self.rotary_dim}")
         if self.frequencies is not None:
-            given = np.asarray(self.frequencies)
+            given = as_array(self.frequencies, "frequencies")
             if given.ndim != 1 or not given.size or given.dtype.kind not in "iuf" or not (abs(given) <= 1e6).all():
                 raise ValueError(f"frequencies must be a sequence of numbers of at most 1e6, got {shown(self.frequencies)}")
             object.__setattr__(self, "frequencies", tuple(given.astype(float).tolist()))

@@ -1,6 +1,8 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Checks of arguments that are numbers or truth values."""
 import math
+import operator
+import os
 from numbers import Real
 
 import numpy as np
@@ -9,18 +11,36 @@ from libc.stdint cimport int32_t
 
 from kvfast.core.limits cimport KV_MAX_BLOCK_SIZE, KV_MIN_BLOCK_SIZE, KV_UNLIMITED
 
-from kvfast.core.interchange import as_numbers
+from kvfast.core.interchange import as_array, as_numbers
 from kvfast.core.limits import BLOCK_SIZES
 from kvfast.core.text import one_of, shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 
-cdef float check_number(object value, str name, bint positive) except? -1:
+# What float() reads or takes for a number, although it is not one.
+cdef tuple _NO_NUMBERS = (bool, np.bool_, str, bytes, bytearray, np.ma.MaskedArray)
+
+
+cdef object as_integer(object value, str name):
+    """A Python int. TypeError for a truth value, too, which Python takes for 0 or 1."""
+    if type(value) is int:
+        return value
+    try:
+        if isinstance(value, _NO_NUMBERS):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {shown(value)}") from None
+
+
+cpdef float check_number(object value, str name, bint positive) except? -1:
     cdef float number
     try:
-        if isinstance(value, (str, bytes, bytearray)):  # which float() reads
+        if isinstance(value, _NO_NUMBERS):
             raise TypeError
         number = float(value)
+    except OverflowError:  # an integer
+        number = math.inf
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {shown(value)}") from None
     if not math.isfinite(number) or (positive and number <= 0):
@@ -30,10 +50,7 @@ cdef float check_number(object value, str name, bint positive) except? -1:
 
 cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most=KV_UNLIMITED) except -1:
     """An integer between least and most. `least` must be at least 0, as -1 reports an error."""
-    try:
-        number = value.__index__()
-    except AttributeError:
-        raise TypeError(f"{name} must be an integer, got {shown(value)}") from None
+    number = as_integer(value, name)
     if not least <= number <= most:
         limits = f"at least {least}" if most == KV_UNLIMITED and number < least else f"between {least} and {most}"
         raise ValueError(f"{name} must be {limits}, got {shown(number)}")
@@ -47,14 +64,37 @@ cpdef bint check_flag(object value, str name) except? -1:
     raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
-cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:
-    try:
-        number = index.__index__()
-    except AttributeError:
-        raise TypeError(f"layer must be an integer, got {shown(index)}") from None
-    if not 0 <= number < num_layers:
-        raise IndexError(f"layer must be between 0 and {num_layers - 1}, got {shown(number)}")
+cpdef Py_ssize_t check_index(object value, Py_ssize_t count, str name) except -1:
+    number = as_integer(value, name)
+    if not 0 <= number < count:
+        raise IndexError(f"{name} must be between 0 and {count - 1}, got {shown(number)}")
     return number
+
+
+cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:
+    return check_index(index, num_layers, "layer")
+
+
+def check_choice(value, name, choices, text):
+    """One of some texts, which `text` lists for the message."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be {text}, got {shown(value)}")
+
+
+def checked_list(values, name, of):
+    """What can be iterated as a list, of what `of` says."""
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a list of {of}, got {shown(values)}") from None
+
+
+def checked_path(path, name):
+    """A path as a str. Not an integer: `open` takes it for a file that is open already, and closes it."""
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise TypeError(f"{name} must be a str or path-like, got {shown(path)}") from None
 
 
 def check_positive(value, name, kind="number", finite=False):
@@ -96,10 +136,7 @@ cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
 
 cdef object check_integers(object values, str name, object dtype, int ndim):
     """Integers as a new array, so that the caller cannot change them after the check. None is cut to fit the dtype."""
-    try:
-        array = np.asarray(values)
-    except ValueError as error:  # lists of different lengths
-        raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}: {error}") from None
+    array = as_array(values, name)
     if array.size == 0 and isinstance(values, (list, tuple)):  # whose dtype NumPy has made up
         array = array.astype(dtype)
     if array.ndim != ndim or array.dtype.kind not in "iu":
@@ -123,12 +160,12 @@ cdef bint rises(const int32_t[::1] values) noexcept:
 
 def checked_token_ids(token_ids, count=None):
     """Token ids as a new int64 array. ValueError if they are not integers, or not `count` of them if that is given."""
+    wanted = "integers of shape (num_tokens,)" if count is None else f"{count} integers"
     try:
-        array = np.asarray(token_ids)
-    except ValueError as error:  # lists of different lengths
-        raise ValueError(f"token_ids must be integers of shape (num_tokens,): {error}") from None
+        array = as_array(token_ids, "token_ids")
+    except ValueError:
+        raise ValueError(f"token_ids must be {wanted}, got {shown(token_ids)}") from None
     if array.ndim != 1 or count is not None and len(array) != count or array.size and array.dtype.kind not in "iu":
-        wanted = "integers of shape (num_tokens,)" if count is None else f"{count} integers"
         raise ValueError(f"token_ids must be {wanted}, got {array.dtype} of shape {array.shape}")
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"token_ids must be below 2**63, got {array.max()}")  # as int64 it would equal a negative id

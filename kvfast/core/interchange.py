@@ -6,7 +6,9 @@ import ctypes
 
 import numpy as np
 
-__all__ = ["aligned", "as_array", "as_float32", "as_floats", "as_numbers", "is_lazy"]
+from kvfast.errors import DimensionMismatchError
+
+__all__ = ["aligned", "as_array", "as_float32", "as_floats", "as_numbers", "check_unmasked", "is_lazy"]
 
 _CPU = (1, 3)  # kDLCPU, and kDLCUDAHost: memory of the CPU that a GPU reads too
 _FLOAT, _BFLOAT = 2, 4
@@ -57,15 +59,20 @@ def as_array(array, name="array"):
     Raises
     ------
     TypeError
-        If it is on another device, or cannot be read as an array.
+        If it is masked, is on another device, or cannot be read as an array.
     """
-    if isinstance(array, np.ndarray):
+    if type(array) is np.ndarray:
         return array
-    if not hasattr(array, "__dlpack__"):
+    check_unmasked(array, name, f"pass {name}.filled(...) with what masked entries stand for, or leave them out")
+    if not hasattr(array, "__dlpack__") or isinstance(array, np.ndarray):
         try:
             return np.asarray(array)
-        except ValueError as error:  # lists of different lengths
-            raise ValueError(f"{name} must be an array: {error}") from None
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  (any object's own way to say that it is not an array)
+            kind = DimensionMismatchError if isinstance(error, ValueError) else TypeError
+            why = "its lists have different lengths" if "inhomogeneous" in str(error) else error
+            raise kind(f"{name} must be an array: {why}") from None
     _check_device(array, name)
     array = _resolved(array)
     try:
@@ -88,13 +95,9 @@ def as_floats(array, name, rounds=True):
     TypeError
         For anything else, such as integers, or bytes in another order.
     """
-    if not isinstance(array, np.ndarray):
-        try:
-            array = as_array(array, name)
-        except Exception as error:  # noqa: BLE001  (any library's own way to say that this is not an array)
-            raise TypeError(f"{name} must be an array of float32, float16 or bfloat16, got {type(array).__name__}: {error}") from None
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{name} must not be a masked array: pass {name}.filled(0), or leave masked tokens out")
+    if not rounds:
+        check_unmasked(array, name, f"pass {name}.data")
+    array = as_array(array, name)
     if array.dtype.name == "bfloat16" and array.dtype.isnative:
         array = array.view(np.uint16)
     if array.dtype.char == "d" and array.dtype.isnative and rounds:
@@ -125,11 +128,23 @@ def as_numbers(array, name):
     """Any numbers, as of a weight or a table, as float32 for pointers and typed views; uint16 are the bits of bfloat16."""
     array = as_array(array, name)
     try:
-        if array.dtype.kind not in "biufV":  # those of ml_dtypes are V
+        if array.dtype.kind not in "iufV":  # those of ml_dtypes are V
             raise TypeError
         return aligned(as_float32(array, name) if array.dtype == np.uint16 else array, np.float32)
     except (TypeError, ValueError) as error:  # whose text has the value that is not a number
         raise type(error)(f"{name} must be numbers, got {array.dtype} of shape {array.shape}") from None
+
+
+def check_unmasked(array, name, way):
+    """Refuse an array whose entries may be masked, and lists of them: NumPy leaves out the mask in silence."""
+    if _is_masked(array):
+        raise TypeError(f"{name} must not be a masked array: {way}")
+
+
+def _is_masked(array):
+    if isinstance(array, (list, tuple)):  # of which those of numbers may be long
+        return len(array) > 0 and not isinstance(array[0], (int, float)) and any(map(_is_masked, array))
+    return isinstance(array, np.ma.MaskedArray)
 
 
 def is_lazy(array):

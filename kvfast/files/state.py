@@ -8,6 +8,7 @@ import numpy as np
 
 from kvfast.codec.calibration import layers_by_digest
 from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.core.interchange import as_array
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import block_bytes
@@ -302,7 +303,7 @@ def checked_arrays(arrays):
     """A mapping of names to arrays, as a new dict."""
     if not isinstance(arrays, Mapping):
         raise TypeError(f"state must be a mapping of names to arrays, got {type(arrays).__name__}")
-    return {name: np.asarray(array) for name, array in arrays.items()}
+    return {name: as_array(array, name) for name, array in arrays.items()}
 
 
 def from_arrays(arrays, calibration=None):

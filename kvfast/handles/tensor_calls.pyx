@@ -1,7 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Calls of a pool with rows, tables and slots in tensors of other libraries, as operators make them: many small ones."""
-import numpy as np
-
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
@@ -41,7 +39,7 @@ cdef class TensorCalls:
             with nogil:
                 done = self.handle.try_append(0, &batch, &of_keys, &of_values)
         if not done:
-            self.pool.append_batch(0, keys, values, np.asarray(slots))
+            self.pool.append_batch(0, keys, values, slots)
 
     def attend(self, q, block_table, seq_lens, cu_seqlens_q, out, scale, float softcap, Py_ssize_t sliding_window, sinks, bint causal):
         """As `attend_batch` with `out`. Tables, lengths and starts: tensors of int32; 0 for no cap and no window."""
@@ -79,9 +77,9 @@ cdef class TensorCalls:
                 done = self.handle.try_attend(0, &batch, &of_queries, &options, &of_target)
         if not done:
             self.pool.attend_batch(
-                0, queries, block_table=np.asarray(block_table), seq_lens=np.asarray(seq_lens), out=target, scale=scale, causal=causal,
-                cu_seqlens_q=None if cu_seqlens_q is None else np.asarray(cu_seqlens_q), softcap=softcap or None,
-                sliding_window=sliding_window or None, sinks=None if sinks is None else np.asarray(sinks))
+                0, queries, block_table=block_table, seq_lens=seq_lens, out=target, scale=scale, causal=causal,
+                cu_seqlens_q=cu_seqlens_q, softcap=softcap or None,
+                sliding_window=sliding_window or None, sinks=sinks)
 
 
 cdef kvfast_rows _given(Rows rows) noexcept:

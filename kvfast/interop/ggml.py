@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvfast.caches.stored_sequence import storage_in
-from kvfast.core.interchange import aligned, as_float32
+from kvfast.core.interchange import aligned, as_array, as_float32
 from kvfast.core.text import shown
 from kvfast.errors import CorruptFileError, DimensionMismatchError
 
@@ -69,10 +69,10 @@ def from_ggml(blocks, kind, num_kv_heads, head_dim):
     ValueError, ModuleNotFoundError
         As `to_ggml`.
     """
-    blocks, size = np.asarray(blocks), row_bytes(kind, num_kv_heads * head_dim)
+    blocks, size = as_array(blocks, "blocks"), row_bytes(kind, num_kv_heads * head_dim)
     if blocks.dtype != np.uint8 or blocks.ndim != 2 or blocks.shape[1] != size:
         raise CorruptFileError(
-            f"rows of {num_kv_heads} heads of {head_dim} in {kind} must be uint8 of shape (num_tokens, {size}), "
+            f"blocks of {num_kv_heads} heads of {head_dim} in {kind} must be uint8 of shape (num_tokens, {size}), "
             f"got {blocks.dtype} of shape {blocks.shape}"
         )
     kind, dtypes = _type(kind), {"F32": np.float32, "F16": np.float16}

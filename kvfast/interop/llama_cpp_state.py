@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvfast.core.checks import check_flag, checked_token_ids
 from kvfast.core.text import each, one_of, shown
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.interop.ggml import TYPES, _type, from_ggml, row_bytes, to_ggml
@@ -201,6 +202,7 @@ def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0
     count, (heads, dim) = len(cache), _one_shape(cache)
     v_type = v_type or k_type
     _check_rope(rope_dims, dim)
+    transposed = check_flag(transposed, "transposed")
     if transposed and v_type[0] == "q":
         raise ValueError(f"transposed values cannot be {v_type}: llama.cpp quantises values with flash attention only")
     order = np.argsort(_by_halves(dim, rope_dims))
@@ -209,17 +211,13 @@ def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0
     if token_ids is None:
         head = struct.pack("<Ii", DATA_MAGIC, 0)
     else:
-        token_ids = np.asarray(token_ids)
-        if token_ids.shape != (count,) or token_ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"token_ids must be {count} integers, one for each token, got {token_ids.dtype} of shape {token_ids.shape}"
-            )
+        token_ids = checked_token_ids(token_ids, count)
         head = struct.pack("<III", FILE_MAGIC, FILE_VERSION, count) + token_ids.astype("<i4").tobytes()
     keys = Part(_type(k_type), 1, row_bytes(k_type, heads * dim))
     width = heads * dim if transposed else 1
     values = Part(_type(v_type), width, row_bytes(v_type, heads * dim // width))
     layers = cache.num_layers
-    data, parts = Form(head, (keys,) * layers, (values,) * layers, bool(transposed)).new(count)
+    data, parts = Form(head, (keys,) * layers, (values,) * layers, transposed).new(count)
     for kind, of, rotation, places in ((k_type, cache.k, _largest_rotation(dim), order), (v_type, cache.v, 64, slice(None))):
         for layer in range(layers):
             rows = of(layer)[:, :, places]
@@ -262,7 +260,9 @@ def _largest_rotation(dim):
 def _rotated(rows, kind, rotated, size):
     """Rows multiplied by llama.cpp's Hadamard matrix, which is its own inverse; unchanged if they are not rotated."""
     dim = rows.shape[2]
-    if rotated is False or rotated is None and (kind[0] != "q" or dim % 64):
+    if rotated is None:
+        rotated = kind[0] == "q" and dim % 64 == 0
+    if not check_flag(rotated, "rotated"):
         return rows
     if dim % 64:
         raise ValueError(f"llama.cpp rotates only heads whose width is a multiple of 64 elements, got {dim}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.workers import Workers
 from kvfast.llama_cpp.prompt_settings import prompt_rate, refusal, seed_of, settings_of, weights_of
 from kvfast.llama_cpp.prompt_states import JoinedState, WholeState, form_of
@@ -120,7 +120,7 @@ class LlamaPromptCache:
         KeyError
             If the store has no more than the model holds already.
         """
-        begin, token_ids, llm, found = time.perf_counter(), np.array(key, np.int64), self._model(), None
+        begin, token_ids, llm, found = time.perf_counter(), checked_token_ids(key), self._model(), None
         held = common_length(llm.input_ids[: llm.n_tokens], token_ids)
         if not self._refuses(llm):
             try:
@@ -139,7 +139,7 @@ class LlamaPromptCache:
     def __contains__(self, key: Sequence[int]) -> bool:
         """Whether the store has a beginning of a prompt."""
         self._check_open()
-        return self._there(np.array(key, np.int64), self._patient.deadline())[1] > 0
+        return self._there(checked_token_ids(key), self._patient.deadline())[1] > 0
 
     def __setitem__(self, key: Sequence[int], value: Any) -> None:
         """Store the full chunks of a ``LlamaState`` in the background. It tells itself which tokens it has; `key` is not used."""

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from kvfast.codec.formats import formats_of
 from kvfast.core.checks import check_size
+from kvfast.core.interchange import as_array
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.planning.key_bias import key_bias_note
@@ -345,7 +346,7 @@ class KVFastCache(Cache):
     def _prompt(self, input_ids, model):
         if self.prompt_cache is None:
             raise ValueError("this cache was made without a prompt_cache")
-        token_ids = np.asarray(input_ids)
+        token_ids = as_array(input_ids, "input_ids")
         if token_ids.ndim != 2 or len(token_ids) != 1:
             raise ValueError(f"input_ids must have shape (1, num_tokens), of one prompt, got {token_ids.shape}")
         if model is None:

@@ -217,6 +217,8 @@ def twisted(rng, values):
         )
     if way == 13 and values.ndim:
         return np.concatenate([values, values], axis=rng.randrange(values.ndim))
+    if way == 14:
+        return np.ma.masked_array(values, mask=rng.random() < 0.5)
     if values.dtype.kind == "f" and values.size:
         other = values.copy()
         with np.errstate(over="ignore"):

@@ -8,6 +8,7 @@ import faulthandler
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,16 @@ def kinds_of(array):
         for axis in range(array.ndim if every_axis else 1) if array.size else ():
             one = make(array, axis)
             yield f"{name} {axis}", one, np.array(one, array.dtype, order="C")
+
+
+def not_arrays_of(array):
+    """(name, what stands for an array of this kind and is to be refused)."""
+    yield "masked", np.ma.masked_array(array, mask=np.ones_like(array, bool))
+    yield "masked in a list", [np.ma.masked_array(row, mask=np.ones_like(row, bool)) for row in array]
+    if array.dtype.kind in "iu":
+        yield from ((f"of {dtype.__name__}", array.astype(dtype)) for dtype in (bool, object, float))
+        if array.ndim == 1 and array.dtype != np.uint8:  # bytes are as good in a matrix
+            yield "a matrix", np.asmatrix(array)
 
 
 # Every call. -------------------------------------------------------------------------------------------------------------
@@ -625,6 +636,11 @@ def findings(name):
                 yield f"{key}, {kind}: {got}"
             elif not refused and got != wanted and not (kind.startswith("empty") and got[0] == wanted[0] in ERRORS):
                 yield f"{key}, {kind}: {got[0]} {got[1][:200]}, a plain copy {wanted[0]} {wanted[1][:200]}"
+        for kind, given in not_arrays_of(array):
+            got = outcome(function, arrays | {key: given})
+            wanted = key.rpartition(".")[2] + ".* must not be a masked array" * (kind == "masked")
+            if got[0] not in ERRORS or not re.search(wanted, got[1]):
+                yield f"{key}, {kind}: {got[0]} {got[1][:200]}"
         if key in ROWS:
             yield from (f"{key}, {line}" for line in bfloat16_findings(function, arrays, key))
     if name in OUTS:
@@ -658,6 +674,8 @@ def out_findings(function, arrays, shape, expected):
         "itself": as_strided(np.zeros(good.size + 9, np.float32), shape, (4, 4, 4))
     }
     must_refuse = {"unaligned 0", "read-only 0", "swapped 0", "empty 0", "reversed 2", "stepped 2", "repeated 0", "sliding 0", "itself"}
+    outs["masked"] = np.ma.masked_array(good, mask=np.ones_like(good, bool))
+    must_refuse.add("masked")
     for key, array in arrays.items():
         if array.nbytes >= 256 or key in ("sinks", "alibi_slopes"):
             memory = np.zeros(array.nbytes + good.nbytes, np.uint8)
@@ -680,6 +698,7 @@ CALLS = calls()
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
+    warnings.simplefilter("ignore", PendingDeprecationWarning)  # NumPy's, of each matrix
     for name in sys.argv[1:]:
         print(json.dumps({"begins": name}), flush=True)
         faulthandler.dump_traceback_later(SECONDS, exit=True)

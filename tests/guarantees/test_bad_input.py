@@ -345,3 +345,40 @@ def test_a_text_is_no_truth_value(tmp_path):
     with pytest.raises(TypeError, match="causal must be True or False"):
         compressed.attend(rows[:1], causal="no")
     assert cache.layer_length(0) == sequence.layer_length(0) == 70
+
+
+def test_a_mask_is_refused_wherever_an_array_is_due():
+    """NumPy leaves out the mask in silence, and what lies under it would be read. `test_array_arguments` tries every public array by name."""
+
+    def masked(values):
+        return np.ma.masked_array(values, mask=np.ones_like(values, bool))
+
+    rows, layout = np.ones((3, 2, 64), np.float32), {"block_table": [[0, 1]], "seq_lens": [3]}
+    cache, slots = (
+        kvfast.KVCache(1, 2, 64, dtype="int8", max_state_bytes=1 << 20),
+        kvfast.PagedKVCache(1, 2, 64, num_blocks=2, dtype="int8"),
+    )
+    cache.append(0, rows, rows)
+    cache.advance(3)
+    slots.append_batch(0, rows, rows, [0, 1, 2])
+    before = cache.state_dict(), slots.attend_batch(0, rows[:1], **layout)
+    for name, call in {
+        "keep": lambda: cache.truncate(0, keep=masked([0, 2])),
+        "spans": lambda: cache.attend(0, rows, spans=masked([[0, 2]])),
+        "parents": lambda: cache.attend(0, rows, parents=masked([-1, 0])),
+        r"spans\[0\]": lambda: slots.attend_batch(0, rows[:1], **layout, spans=[masked([[0, 2]])]),
+        "block_table": lambda: slots.prepare_batch([masked([0, 1])], [3]),
+        "block_ids": lambda: slots.seal_blocks(masked([0])),
+        "first_float_rows": lambda: slots.take_blocks([0], masked(np.zeros(0, np.uint8))),
+        "state 'a'": lambda: cache.add_checkpoint({"a": masked([1.0, 2.0])}),
+        "rows": lambda: kvfast.Calibration(masked(np.eye(4)[None, None]), np.eye(4)[None, None]),
+        "buffer": lambda: kvfast.PagedKVCache(1, 2, 64, num_blocks=1, dtype="int8", buffer=masked(np.zeros(1 << 16, np.uint8))),
+        "token_ids": lambda: kvfast.llama_cpp_state.write_state(cache, token_ids=masked([1, 2, 3])),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name} must not be a masked array: pass {name}"):
+            call()
+    after = cache.state_dict(), slots.attend_batch(0, rows[:1], **layout)
+    assert all(np.array_equal(array, after[0][name]) for name, array in before[0].items()) and np.array_equal(before[1], after[1])
+    with pytest.raises(TypeError, match="num_tokens must be an integer, got masked"):
+        pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=2)
+        pool.slot_mapping([pool.new_sequence()], masked([1]))

@@ -14,6 +14,6 @@ cdef class PagedBatches(PagedSequences):
     cdef PreparedBatch _batch_of(self, object block_table, object seq_lens, object cu_seqlens_q, Py_ssize_t num_tokens,
                                  Py_ssize_t window, Py_ssize_t num_sink_tokens)
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
-    cdef int _check_batch(self, list storages, object block_table, object seq_lens) except -1
+    cdef object _check_batch(self, list storages, object block_table, object seq_lens)
     cdef Plan _plan(self, Py_ssize_t number, Request request, list storages, object block_table, object seq_lens, object cu_seqlens_q,
                     bint cascade)

@@ -27,6 +27,7 @@ from kvfast.storage.sequences.sequence cimport SequenceStorage, check_held, fit_
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 
+from kvfast.core.interchange import as_array
 from kvfast.errors import DimensionMismatchError
 from kvfast.storage.batches.prepared_batch import check_distinct
 
@@ -53,9 +54,9 @@ cdef class PagedBatches(PagedSequences):
     def prepare(self, block_table, seq_lens, cu_seqlens_q, slot_mapping, Py_ssize_t max_num_seqs):
         """A PreparedBatch for the tables and slots of another scheduler."""
         cdef PreparedBatch batch
-        cdef Py_ssize_t count = len(seq_lens), window = 0, num_sink_tokens = -1
-        if count == 0:
-            raise ValueError("a batch must hold at least one sequence")
+        cdef Py_ssize_t count, window = 0, num_sink_tokens = -1
+        seq_lens = self._check_batch(None, block_table, seq_lens)
+        count = len(seq_lens)
         if self.scheduler is None:
             self.pool.enter_reading()
         else:
@@ -97,7 +98,7 @@ cdef class PagedBatches(PagedSequences):
         """See `SchedulerBlocks.take`."""
         blocks, expected = self._checked_blocks(block_ids), self.first_rows_nbytes()
         if first_rows is not None:
-            first_rows = np.asarray(first_rows)
+            first_rows = as_array(first_rows, "first_float_rows")
             if first_rows.dtype != np.uint8 or first_rows.shape != (expected,):
                 raise ValueError(f"first_float_rows must be uint8 of shape ({expected},), got {first_rows.dtype} of shape "
                                  f"{first_rows.shape}")
@@ -239,7 +240,7 @@ cdef class PagedBatches(PagedSequences):
         cdef Request request
         self.pool.enter_reading()
         try:
-            self._check_batch(storages, block_table, seq_lens)
+            seq_lens = self._check_batch(storages, block_table, seq_lens)
             options.read_as(self.reads_as)
             request = open_request(&self.pool.layouts[number], q, options, None, rope_q)
             return run_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q,
@@ -255,7 +256,7 @@ cdef class PagedBatches(PagedSequences):
         cdef Request request
         self.pool.enter_reading()
         try:
-            self._check_batch(storages, block_table, seq_lens)
+            seq_lens = self._check_batch(storages, block_table, seq_lens)
             options.read_as(self.reads_as)
             request = open_request(&self.pool.layouts[number], rows, options)
             return explain_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q,
@@ -263,16 +264,18 @@ cdef class PagedBatches(PagedSequences):
         finally:
             self.pool.leave_reading()
 
-    cdef int _check_batch(self, list storages, object block_table, object seq_lens) except -1:
-        """Check that there are sequences, and that they are open."""
+    cdef object _check_batch(self, list storages, object block_table, object seq_lens):
+        """Check that there are sequences, and that they are open. Returns the lengths of another scheduler as int32."""
         if storages is not None:
             check_all_open([(<SequenceStorage>storage).tables[0] for storage in storages])
         elif type(block_table) is PreparedBatch:
             (<PreparedBatch>block_table).check(self.pool)
-            return 0
+            return None
+        else:
+            seq_lens = check_integers(seq_lens, "seq_lens", np.int32, 1)
         if not len(seq_lens if storages is None else storages):
             raise ValueError("a batch must hold at least one sequence")
-        return 0
+        return seq_lens
 
     cdef Plan _plan(self, Py_ssize_t number, Request request, list storages, object block_table, object seq_lens, object cu_seqlens_q,
                     bint cascade):
@@ -388,7 +391,7 @@ cdef class PagedBatches(PagedSequences):
         cdef PreparedBatch batch = None
         self.pool.enter_reading()
         try:
-            self._check_batch(storages, block_table, seq_lens)
+            seq_lens = self._check_batch(storages, block_table, seq_lens)
             count = _count(storages, block_table, seq_lens)
             memory = np.zeros(count * (sizeof(kv_member) + sizeof(kv_context)), np.uint8)
             members = <kv_member *>&memory[0]

@@ -11,6 +11,7 @@ from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, share
 from kvfast.storage.memory.pool cimport BlockPool
 
 from kvfast.core.checks import check_size
+from kvfast.core.interchange import as_array
 from kvfast.errors import DimensionMismatchError
 
 
@@ -141,7 +142,7 @@ cdef const int32_t[::1] checked_starts(object cu_seqlens_q, Py_ssize_t count, Py
 
 cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, const int32_t[::1] starts, Py_ssize_t window,
                            Py_ssize_t num_sink_tokens):
-    """Check the block table of another scheduler: each block that is read must hold tokens.
+    """Check the block table of another scheduler: each block that is read must hold tokens. `seq_lens` are checked.
 
     With a `window`, which a pool of windows has, blocks between the sinks and the window of the first query are not read: in their
     place the table has another block of the row.
@@ -153,9 +154,9 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
     cdef Py_ssize_t size = pool.block_size, i, j, at = 0, count, num_queries, num_used = 0
     cdef int32_t least = 0, most = -1, block, shortest, longest
     self.pool, self.starts = pool, starts
-    lens = seq_lens = check_integers(seq_lens, "seq_lens", np.int32, 1)
+    lens = seq_lens
     self.num_sequences, self.num_tokens = lens.shape[0], starts[starts.shape[0] - 1]
-    given = np.asarray(block_table)
+    given = as_array(block_table, "block_table")
     if given.ndim == 2 and given.shape[1] and lens.shape[0] == given.shape[0] > 0:
         shortest = longest = lens[0]
         for i in range(lens.shape[0]):

@@ -10,7 +10,7 @@ from kvfast.core.kernels cimport KV_FLOAT_ROWS, kv_dtypes, kv_side
 from kvfast.core.limits cimport KV_LANES
 
 from kvfast.codec.blocks import BLOCK_ALIGNMENT
-from kvfast.core.interchange import as_array, is_lazy
+from kvfast.core.interchange import as_array, check_unmasked, is_lazy
 from kvfast.errors import DimensionMismatchError
 
 
@@ -63,6 +63,7 @@ def _is_one(buffer):
 
 def _opened(memory, str name):
     """An ndarray over writable memory, not over a copy of it."""
+    check_unmasked(memory, name, f"pass {name}.data")
     if isinstance(memory, np.ndarray):
         array = memory
     elif hasattr(memory, "__dlpack__"):
@@ -73,7 +74,8 @@ def _opened(memory, str name):
         try:
             array = np.asarray(memoryview(memory))
         except (TypeError, ValueError, BufferError, NotImplementedError) as error:
-            raise TypeError(f"{name} must be an array or a buffer of bytes, got {type(memory).__name__}: {error}") from None
+            raise TypeError(f"{name} must be an array or a buffer of bytes, got {type(memory).__name__}"
+                            f"{'' if isinstance(error, TypeError) else f': {error}'}") from None
     if array.dtype.hasobject:
         raise TypeError(f"{name} must hold bytes or numbers, got {array.dtype}")
     if not array.flags.writeable:

@@ -13,6 +13,8 @@ from kvfast.storage.sequences.segments cimport Segment
 from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 
+from kvfast.core.interchange import as_array
+
 
 def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
     """Keep the first `n` tokens, and the later ones that `keep` numbers from `n` on, counted or not.
@@ -68,7 +70,7 @@ def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
 
 
 cdef object _integers(keep):
-    given = np.asarray(keep)
+    given = as_array(keep, "keep")
     return np.empty(0, np.int64) if given.shape == (0,) else check_integers(given, "keep", np.int64, 1)
 
 

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from kvfast.core.interchange import aligned, as_array
 from kvfast.core.text import shown, size_text
 from kvfast.core.wiped_bytes import WipedBytes
 from kvfast.errors import DimensionMismatchError, MissingCheckpointError
@@ -87,7 +88,7 @@ def checked_states(states: Any) -> dict[str, NDArray[Any]]:
     for name, state in states.items():
         if not isinstance(name, str) or len(name) > MOST_NAME:
             raise TypeError(f"states must have names of at most {MOST_NAME} characters, got {shown(name)}")
-        array = found[name] = np.ascontiguousarray(state) if np.ndim(state) else np.asarray(state)
+        array = found[name] = aligned(as_array(state, f"state {shown(name)}"))
         if array.dtype.name not in DTYPES or not array.dtype.isnative or array.ndim > MOST_DIMS:
             raise TypeError(
                 f"state {shown(name)} must be an array of numbers of at most {MOST_DIMS} dimensions, got {array.dtype} {array.shape}"

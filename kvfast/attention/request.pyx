@@ -87,7 +87,7 @@ cdef Request open_request(const kv_layout *layout, object q, Options options, ob
     c.q = self.q.rows
     _refuse(self, _misfit_of_q(&c.q, layout), layout)
     c.scale = 1.0 / math.sqrt(c.q.dim) if options.scale is None else check_number(options.scale, "scale", False)
-    if options.softcap is not None and options.softcap != 0:
+    if options.softcap is not None and (check_number(options.softcap, "softcap", False) != 0 or options.softcap != 0):
         c.softcap = check_number(options.softcap, "softcap", True)
     if options.sliding_window is not None:
         c.window = check_count(options.sliding_window, "sliding_window", 1)
@@ -152,6 +152,8 @@ cdef int _refuse(Request self, kv_misfit found, const kv_layout *layout) except 
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_layout *layout):
     """Rows without data, from an array, a shape or a number of tokens."""
     cdef Rows self = Rows.__new__(Rows), given
+    if num_q_heads is not None:
+        check_count(num_q_heads, "num_q_heads", 1, KV_MAX_Q_HEADS)
     if getattr(q, "ndim", 0):  # an array, of NumPy or another library
         given = open_rows(q, "q")
         self.rows = given.rows

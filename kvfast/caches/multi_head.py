@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,8 +11,8 @@ from kvfast.attention.options import Options
 from kvfast.caches.head_vectors import tokens, vectors
 from kvfast.caches.snapshot import Snapshot
 from kvfast.codec.multi_head import MultiHeadConfig, signs_of
-from kvfast.core.checks import check_size
-from kvfast.core.text import shown, size_text
+from kvfast.core.checks import check_flag, check_index, check_size
+from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError
 from kvfast.storage.kinds import decoded, storage_of
 from kvfast.storage.sequences.heads import attend_heads, evict, push, rows_of, scores, truncate_held
@@ -55,7 +54,7 @@ class _Heads:
         DimensionMismatchError, NonFiniteInputError, TypeError
         """
         q = self._queries(queries)
-        return scores(self._cache._storage, q, self._first, self._count, softmax, num_threads)
+        return scores(self._cache._storage, q, self._first, self._count, check_flag(softmax, "softmax"), num_threads)
 
     def attend(self, queries: ArrayLike, *, num_threads: int | None = None) -> NDArray[np.float32]:
         """Attention of each query to all tokens of its head, computed on the stored bytes.
@@ -376,12 +375,7 @@ class HeadView(_Heads):
     _count = 1
 
     def __init__(self, cache: Any, i: int) -> None:
-        if isinstance(i, (bool, np.bool_)) or not hasattr(i, "__index__"):
-            raise TypeError(f"head must be an integer, got {shown(i)}")
-        i = operator.index(i)
-        if not 0 <= i < cache.num_heads:
-            raise IndexError(f"head must be between 0 and {cache.num_heads - 1}, got {i}")
-        self._cache, self._first = cache, i
+        self._cache, self._first = cache, check_index(i, cache.num_heads, "head")
 
     @property
     def num_q_heads(self) -> int:

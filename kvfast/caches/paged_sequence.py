@@ -86,7 +86,7 @@ class PagedSequence:
             If layers hold more or fewer (the message names them), or if `token_ids` are not `n` integers.
         """
         if token_ids is not None:
-            token_ids = checked_token_ids(token_ids, n)
+            token_ids = checked_token_ids(token_ids, check_size(n, "n", 1))
         self._storage.advance(n, lambda before: self._take_ids(before, token_ids))
 
     def _take_ids(self, before, token_ids):

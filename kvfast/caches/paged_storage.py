@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from kvfast.caches.paged_sequence import PagedSequence
-from kvfast.core.checks import check_flag, check_positive, check_size, checked_lengths, checked_salt, checked_token_ids
+from kvfast.core.checks import check_flag, check_positive, check_size, checked_lengths, checked_list, checked_salt, checked_token_ids
 from kvfast.core.kernels import default_precision
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
@@ -170,7 +171,7 @@ class PagedStorage:
             raise TypeError(f"model must be a str, got {shown(model)}")
         if tokens_per_second is not None:
             check_positive(tokens_per_second, "tokens_per_second")
-        self._prompts = prompts, model, bool(save), tokens_per_second
+        self._prompts = prompts, model, check_flag(save, "save"), tokens_per_second
 
     def block_table(self, sequences: Any) -> NDArray[np.int32]:
         """Block tables of some sequences.
@@ -216,7 +217,8 @@ class PagedStorage:
             The message has the numbers of needed and free blocks.
         """
         tables = self._tables(sequences)
-        counts = list(num_tokens) if np.ndim(num_tokens) else [num_tokens] * len(tables)
+        is_list = isinstance(num_tokens, Iterable) and getattr(num_tokens, "ndim", 1)
+        counts = list(num_tokens) if is_list else [num_tokens] * len(tables)
         if len(counts) != len(tables):
             raise ValueError(f"num_tokens must be one number or {len(tables)}, one per sequence, got {len(counts)}")
         return self._batches.slot_mapping(tables, [check_size(n, "num_tokens", 0, MAX_TOKENS) for n in counts])
@@ -366,7 +368,7 @@ class PagedStorage:
     def _own(self, sequences):
         if isinstance(sequences, PagedSequence):
             raise TypeError(f"sequences must be a list, got one {type(sequences).__name__}")
-        sequences = list(sequences)
+        sequences = checked_list(sequences, "sequences", "sequences of this pool")
         for sequence in sequences:
             if not isinstance(sequence, PagedSequence) or sequence._pool is not self:
                 raise ValueError(f"{shown(sequence)} is not a sequence of this pool")

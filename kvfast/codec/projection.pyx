@@ -8,7 +8,7 @@ from libc.string cimport memset
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.codec.encode cimport kv_rotary, load_rows
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
-from kvfast.core.checks cimport check_count, check_flag, check_integers
+from kvfast.core.checks cimport check_count, check_flag, check_integers, check_number
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_Q_HEADS
@@ -39,6 +39,9 @@ cdef class Transform:
         memset(&self.c, 0, sizeof(self.c))
         self.needs, self.made_for = -1, made_for
         self.c.row.interleaved = check_flag(interleaved, "interleaved")
+        cdef float epsilon = check_number(eps, "eps", False)
+        if epsilon < 0:
+            raise ValueError(f"eps must be at least 0, got {shown(eps)}")
         if rotation is not None:
             self.c, self.needs, self.table_rows = rotation.c, rotation.needs, rotation.table_rows
             self.c.row.norm = NULL
@@ -46,10 +49,8 @@ cdef class Transform:
             norm = _finite(norm, name)
             if norm.shape != (head_dim,):
                 raise DimensionMismatchError(f"{name} must have shape ({head_dim},), got {norm.shape}")
-            if not (isinstance(eps, (int, float, np.floating)) and 0 <= eps < float("inf")):
-                raise ValueError(f"eps must be a number of at least 0, got {shown(eps)}")
             norm_view = norm
-            self.c.row.norm, self.c.row.eps = &norm_view[0], eps
+            self.c.row.norm, self.c.row.eps = &norm_view[0], epsilon
         if (cos is None) != (sin is None):
             raise ValueError("cos and sin must be given together, got only one of them")
         if positions is not None and cos is None:
@@ -120,7 +121,7 @@ cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_k
     if keys_end < 0 or keys_end % head_dim or heads < 1:
         raise DimensionMismatchError(f"qkv must have shape {_shape_of('num_q_heads', num_kv_heads, head_dim, v_head_dim)}, "
                                      f"got {array.shape}")
-    if num_q_heads is not None and num_q_heads != heads:
+    if num_q_heads is not None and check_count(num_q_heads, "num_q_heads", 1, KV_MAX_Q_HEADS) != heads:
         raise DimensionMismatchError(f"qkv must have shape {_shape_of(num_q_heads, num_kv_heads, head_dim, v_head_dim)}, "
                                      f"got {array.shape}")
     if heads % num_kv_heads:
@@ -173,7 +174,7 @@ cdef int _transform_token(void *shared, Py_ssize_t token, int thread, kv_watch *
 
 cdef object write_queries(Projection parts, Transform transform, object out, object num_threads):
     """The queries of a projection, normalised and rotated, as a new array or into `out`, which must be apart from all that is read."""
-    if out is not None and any([np.may_share_memory(out, array) for array in (parts.array, *transform.arrays)]):
+    if isinstance(out, np.ndarray) and any([np.may_share_memory(out, array) for array in (parts.array, *transform.arrays)]):
         raise ValueError("out must not share memory with qkv, q_norm, k_norm, cos, sin or positions")
     return transform_rows(parts.q, transform, out, num_threads)
 

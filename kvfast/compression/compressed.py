@@ -15,7 +15,7 @@ from kvfast.compression.methods import method_from_dict, method_to_dict
 from kvfast.compression.product import ProductStore
 from kvfast.compression.stores import CacheStore, RankStore
 from kvfast.core.arrays import check_writable
-from kvfast.core.checks import check_flag, check_size
+from kvfast.core.checks import check_flag, check_number, check_size
 from kvfast.core.interchange import as_float32, as_floats
 from kvfast.core.text import size_text
 from kvfast.errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
@@ -209,11 +209,10 @@ class CompressedKV:
         """
         layout = self._layout
         array = _checked_queries(q, layout)
+        check_flag(return_lse, "return_lse")
         if check_flag(causal, "causal") and array.shape[-3] > layout.seq_len:
             raise ValueError(f"q must hold at most the {layout.seq_len} compressed tokens, got {array.shape[-3]}")
-        scale = layout.head_dim**-0.5 if scale is None else float(scale)
-        if not math.isfinite(scale):
-            raise ValueError(f"scale must be finite, got {scale}")
+        scale = layout.head_dim**-0.5 if scale is None else check_number(scale, "scale", False)
         if num_threads is not None:
             check_size(num_threads, "num_threads", 1, 1024)
         rows = array if layout.is_batched else array[None]
@@ -382,7 +381,9 @@ def checked(array, name, rank, shape):
 def check_out(out, shape):
     """Check that results of a shape can be written to `out`."""
     if not isinstance(out, np.ndarray) or out.dtype.name not in ("float32", "float16", "bfloat16") or not out.flags.writeable:
-        raise TypeError(f"out must be a writable array of float32, float16 or bfloat16, got {getattr(out, 'dtype', type(out))}")
+        raise TypeError(
+            f"out must be a writable array of float32, float16 or bfloat16, got {getattr(out, 'dtype', type(out).__name__)}"
+        )
     if out.shape != tuple(shape):
         raise DimensionMismatchError(f"out must have shape {tuple(shape)}, got {out.shape}")
     check_writable(out, "out")

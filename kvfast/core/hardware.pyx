@@ -4,9 +4,12 @@ import time
 
 import numpy as np
 
+from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport active, kv_kernels
 from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
+
+from kvfast.core.checks import check_choice
 
 cdef enum:
     BYTES_AT_ONCE = 1 << 20
@@ -55,7 +58,7 @@ def read_bandwidth(nbytes=1 << 28, num_threads=None):
         Bytes per second of this one pass.
     """
     global _buffer
-    cdef Py_ssize_t megabytes = max(1, nbytes // BYTES_AT_ONCE)
+    cdef Py_ssize_t megabytes = max(1, check_count(nbytes, "nbytes", 0) // BYTES_AT_ONCE)
     cdef kv_measurement call
     cdef kv_team team
     gather(&team, num_threads, <double>megabytes * BYTES_AT_ONCE)
@@ -88,8 +91,7 @@ def peak_rate(kind="int8", num_threads=None):
     8 bits. There attention, which counts each product once, reaches at most half of this rate. The other tiers multiply
     16-bit numbers, and that is what this function measures there.
     """
-    if kind not in _KINDS:
-        raise ValueError(f'kind must be "int8" or "float32", got {kind!r}')
+    check_choice(kind, "kind", _KINDS, '"int8" or "float32"')
     cdef double seconds, factor
     cdef kv_measurement call
     cdef kv_team team

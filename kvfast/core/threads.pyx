@@ -11,9 +11,8 @@ import os
 
 cimport cython
 
+from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-
-from kvfast.core.text import shown
 
 
 cdef extern from *:
@@ -90,14 +89,9 @@ cdef bint _pool_started = False
 cdef bint _orphaned = False     # forked while OpenMP's threads waited for work: fork did not copy them
 
 
-def _check(num_threads, str origin):
-    try:
-        count = num_threads.__index__()
-    except AttributeError:
-        raise TypeError(f"{origin} must be an integer, got {shown(num_threads)}") from None
-    if not 1 <= count <= 1024:
-        raise ValueError(f"{origin} must be between 1 and 1024, got {count}")
-    return count
+cdef int _given(object num_threads) except -1:
+    """The number of threads that a caller asks for, or 0 for None."""
+    return 0 if num_threads is None else <int>check_count(num_threads, "num_threads", 1, 1024)
 
 
 def _cgroup_quota():
@@ -129,7 +123,7 @@ def set_num_threads(num_threads):
         At least 1; None goes back to the default.
     """
     global _chosen
-    _chosen = 0 if num_threads is None else _check(num_threads, "num_threads")
+    _chosen = _given(num_threads)
 
 
 def get_num_threads():
@@ -165,7 +159,7 @@ def thread_source():
 
 cdef int gather(kv_team *team, object num_threads, double work) except -1:
     """Set up the team of a call that starts now: at most `num_threads`, fewer if its work (bytes) does not pay for them."""
-    gather_unwatched(team, 0 if num_threads is None else _check(num_threads, "num_threads"), work)
+    gather_unwatched(team, _given(num_threads), work)
     team.watch = watch_of(&team.memory, work)
     return 0
 
@@ -236,7 +230,7 @@ def lost_threads(num_threads, double work):
 
 cdef int threads_for(object num_threads, double work) except -1:
     """Number of threads that `gather` will choose."""
-    return _count(0 if num_threads is None else _check(num_threads, "num_threads"), work)
+    return _count(_given(num_threads), work)
 
 
 cdef int most_threads(int num_threads) noexcept nogil:
@@ -282,6 +276,6 @@ elif not KV_HAVE_OPENMP:
     _wished = _wish(os.environ["OMP_NUM_THREADS"])
 if os.environ.get("KVFAST_NUM_THREADS"):
     try:
-        _chosen = _check(int(os.environ["KVFAST_NUM_THREADS"]), "KVFAST_NUM_THREADS")
+        _chosen = check_count(int(os.environ["KVFAST_NUM_THREADS"]), "KVFAST_NUM_THREADS", 1, 1024)
     except ValueError as error:
         raise ValueError(f"KVFAST_NUM_THREADS={os.environ['KVFAST_NUM_THREADS']!r}: {error}") from None

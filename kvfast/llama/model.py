@@ -12,6 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from kvfast.codec.rope import Rope, RotaryTables
+from kvfast.core.checks import check_flag
+from kvfast.core.interchange import as_array
 from kvfast.interop.gguf_file import GGUFFile
 from kvfast.llama.product_threads import ProductThreads
 from kvfast.llama.weights import LlamaConfig, Weights, read_config, read_weights
@@ -49,7 +51,7 @@ class LlamaModel:
 
     def __init__(self, config: LlamaConfig, weights: Weights, batch_invariant=False):
         self.config = config
-        self.batch_invariant = batch_invariant
+        self.batch_invariant = check_flag(batch_invariant, "batch_invariant")
         self.weights = weights
         self._threads = ProductThreads()
         self._rotation = RotaryTables(config.rope_dims, frequencies=weights.rope_frequencies)
@@ -225,7 +227,7 @@ class LlamaModel:
         return self._linear(hidden, self.weights.output)
 
     def _checked(self, tokens):
-        tokens = np.asarray(tokens)
+        tokens = as_array(tokens, "tokens")
         if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
             raise ValueError(f"tokens must be a sequence of at least one token id, got {tokens.dtype} of shape {tokens.shape}")
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:

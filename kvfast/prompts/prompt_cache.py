@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 
 from kvfast.caches.stored_sequence import StoredSequence, know_tokens, storage_in
-from kvfast.core.checks import check_positive, check_size, checked_token_ids
+from kvfast.core.checks import check_flag, check_positive, check_size, checked_token_ids
 from kvfast.errors import CacheFullError
 from kvfast.files import chunk_bytes
 from kvfast.prompts.chain import key_of
@@ -92,7 +92,7 @@ class PromptCache:
         self.chunk_tokens = check_size(chunk_tokens, "chunk_tokens", 16, 1 << 20)
         self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0)
         self._patient = open_patiently(store, self.max_bytes, near, secret, time_limit)
-        self.store, self.background, self.stats = self._patient.store, bool(background), PromptCacheStats()
+        self.store, self.background, self.stats = self._patient.store, check_flag(background, "background"), PromptCacheStats()
         self._is_closed, self._secret = False, secret
         self._writer, self._reader = Writer(self._patient), Reader(self._patient, secret, self.stats)
 
@@ -218,8 +218,8 @@ class PromptCache:
             raise ValueError(f"the cache must be empty, it holds {len(cache)} tokens")
         token_ids = checked_token_ids(token_ids)
         begin, found = time.perf_counter(), 0
+        prompt, deadline = self._prompt(cache, token_ids, model, salt, tokens_per_second), self._patient.deadline()
         if len(token_ids) > 1:
-            prompt, deadline = self._prompt(cache, token_ids, model, salt, tokens_per_second), self._patient.deadline()
             for choice in self._reader.choices(cache, prompt, deadline):
                 found = self._reader.fill(cache, prompt, *choice, tokens_per_second, deadline)
                 if found:

@@ -208,13 +208,13 @@ def scores(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, bint s
     try:
         table.context(0, &call.context)
         call.begin, call.tokens = table.evicted, call.context.length - table.evicted
+        gather(&team, num_threads, <double>call.tokens * queries.rows.heads * queries.rows.dim)
         array = np.empty((queries.rows.heads, call.tokens), np.float32)
         if call.tokens == 0:
             return array
         out = array
         part = heads_of(table.pool, head, count)
         call.layout, call.out = &part.layout, &out[0, 0]
-        gather(&team, num_threads, <double>call.tokens * queries.rows.heads * part.layout.k.padded_dim)
         failed = for_each(&team, _score_head, &call, count, DYNAMIC)
         if softmax:
             for_each(&team, _to_weights, &call, queries.rows.heads, STATIC)

@@ -10,7 +10,7 @@ from kvfast.attention.run cimport explain_plan, run_plan
 from kvfast.codec.blocks cimport kv_context, kv_layout, view_of
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_pair, open_rows
-from kvfast.core.checks cimport check_count, check_layer
+from kvfast.core.checks cimport as_integer, check_count, check_layer
 from kvfast.core.kernels cimport KV_FLOAT32, kv_side
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.sequences.segments cimport Segment, SplicedReader, ask_spliced, blocks_of_copies, copied, plan_spliced
@@ -207,10 +207,7 @@ cdef class SequenceStorage(SequenceTables):
 
     cdef Py_ssize_t checked_length(self, n) except -1:
         """A number of complete tokens."""
-        try:
-            number = n.__index__()
-        except AttributeError:
-            raise TypeError(f"n must be an integer, got {shown(n)}") from None
+        number = as_integer(n, "n")
         if not 0 <= number <= self.length:
             raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, "
                              f"got {shown(number)}{self._text_of_uncounted()}")

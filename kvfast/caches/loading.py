@@ -9,7 +9,7 @@ from kvfast.caches.mla import MLAKVCache
 from kvfast.caches.multi_head import MultiHeadKVCache
 from kvfast.caches.ring import RingKVCache
 from kvfast.caches.snapshot import Snapshot
-from kvfast.core.checks import check_flag
+from kvfast.core.checks import check_flag, checked_path
 from kvfast.files import cache_file
 
 if TYPE_CHECKING:
@@ -68,5 +68,5 @@ def load(
             raise ValueError("calibration must be None for a Snapshot, which has its own")
         settings, storage = source._settings, source._copied(max_seq_len)
     else:
-        settings, storage, *_ = cache_file.read(source, mmap, max_seq_len, calibration)
+        settings, storage, *_ = cache_file.read(checked_path(source, "source"), mmap, max_seq_len, calibration)
     return CLASSES[settings["kind"]]._over(settings, storage)

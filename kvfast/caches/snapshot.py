@@ -9,7 +9,7 @@ import numpy as np
 
 from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
-from kvfast.core.checks import check_flag, check_size, checked_token_ids
+from kvfast.core.checks import check_flag, check_size, checked_list, checked_token_ids
 from kvfast.core.interchange import as_floats
 from kvfast.core.limits import MAX_KV_HEADS
 from kvfast.core.text import same_or_tuple, shown, size_text
@@ -144,7 +144,10 @@ class Snapshot(States, StorageProperties):
         ------
         DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
         """
-        keys, values = ([as_floats(array, name) for array in side] for name, side in (("keys", keys), ("values", values)))
+        keys, values = (
+            [as_floats(array, name) for array in checked_list(side, name, "arrays, one for each layer")]
+            for name, side in (("keys", keys), ("values", values))
+        )
         if not keys or len(keys) != len(values):
             raise DimensionMismatchError(f"keys and values must hold one array per layer, got {len(keys)} and {len(values)}")
         num_kv_heads, dims = check_size(num_kv_heads, "num_kv_heads", 1, MAX_KV_HEADS), []

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from kvfast.caches.snapshot import Snapshot, checked_metadata
-from kvfast.core.checks import checked_lengths, checked_token_ids
+from kvfast.core.checks import checked_lengths, checked_path, checked_token_ids
 from kvfast.core.kernels import default_precision
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
@@ -15,6 +14,7 @@ from kvfast.storage.sequences.branches import keep_branch
 from kvfast.storage.settings import NAMES
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     import numpy as np
@@ -291,7 +291,7 @@ class StoredSequence:
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """
-        path = os.fspath(path)  # anything else is refused before the snapshot shares blocks
+        path = checked_path(path, "path")  # anything else is refused before the snapshot shares blocks
         self.snapshot(token_ids, metadata, uncounted=uncounted).save(path)
 
     def state_dict(self, *, uncounted: Literal["raise", "drop"] = "raise") -> dict[str, NDArray[Any]]:

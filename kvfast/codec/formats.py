@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfast.codec.calibration import Calibration, LayerCalibration
 from kvfast.codec.dtypes import CODEBOOKS, FLOATS, canonical_dtype, dtype_row, names_with
-from kvfast.core.checks import check_flag, check_size
+from kvfast.core.checks import check_choice, check_flag, check_size
 from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS, MAX_RECENT_TOKENS, OPEN_TOKENS, PIECE
 from kvfast.core.text import one_of, shown
 from kvfast.errors import DimensionMismatchError
@@ -100,10 +100,8 @@ class KVFormat:
             raise ValueError(f"dtype must be one storage dtype, or two for keys and values, got {shown(self.dtype)}")
         k, v = canonical_dtype(names[0]), canonical_dtype(names[-1])
         object.__setattr__(self, "dtype", k if k == v else f"{k}/{v}")
-        if self.rotation not in ("", "k", "v", "kv"):
-            raise ValueError(f'rotation must be "", "k", "v" or "kv", got {shown(self.rotation)}')
-        if self.codebook not in CODEBOOKS:
-            raise ValueError(f'codebook must be "uniform" or "gaussian", got {shown(self.codebook)}')
+        check_choice(self.rotation, "rotation", ("", "k", "v", "kv"), '"", "k", "v" or "kv"')
+        check_choice(self.codebook, "codebook", CODEBOOKS, '"uniform" or "gaussian"')
         for name in ("centring", "per_channel", "clip_search"):
             object.__setattr__(self, name, check_flag(getattr(self, name), name))
         check_size(self.num_first_float_tokens, "num_first_float_tokens", 0, MAX_FLOAT_TOKENS)
@@ -197,6 +195,9 @@ class KVFormat:
         if isinstance(value, cls):
             return value
         if isinstance(value, Mapping):
+            unknown = [name for name in value if name not in cls.__dataclass_fields__]
+            if unknown:
+                raise TypeError(f"a format has the fields {', '.join(cls.__dataclass_fields__)}, got {shown(unknown[0])}")
             return cls(**value)
         if isinstance(value, str):
             name = value.strip().lower()

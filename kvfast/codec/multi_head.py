@@ -9,7 +9,7 @@ import numpy as np
 
 from kvfast.codec.dtypes import CODEBOOKS, ROWS, dtype_row
 from kvfast.codec.formats import KVFormat
-from kvfast.core.checks import check_flag, check_size
+from kvfast.core.checks import check_choice, check_flag, check_size
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_Q_HEADS
 from kvfast.core.text import shown
 
@@ -59,8 +59,7 @@ class MultiHeadConfig:
         for bits in self.bits if isinstance(self.bits, tuple) else (self.bits,):
             check_size(bits, "bits", min(_BITS), max(_BITS))
         object.__setattr__(self, "rotation", check_flag(self.rotation, "rotation"))
-        if self.codebook not in CODEBOOKS:
-            raise ValueError(f'codebook must be "gaussian" or "uniform", got {shown(self.codebook)}')
+        check_choice(self.codebook, "codebook", CODEBOOKS, '"gaussian" or "uniform"')
         if self.num_q_heads is not None:
             check_size(self.num_q_heads, "num_q_heads", 1, MAX_Q_HEADS)
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 1 << 64:

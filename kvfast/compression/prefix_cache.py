@@ -13,7 +13,8 @@ from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.stored_sequence import storage_in
 from kvfast.compression.compressed import CompressedKV, check_out
 from kvfast.compression.compressor import KVCacheCompressor
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_flag, check_size, checked_list
+from kvfast.core.interchange import as_array
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError
@@ -58,7 +59,7 @@ class PrefixKVCache:
     def __init__(
         self, layers: Any, max_seq_len: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None
     ) -> None:
-        layers = list(layers)
+        layers = checked_list(layers, "layers", "CompressedKV, one for each layer")
         if not layers or not all(isinstance(one, CompressedKV) for one in layers):
             raise TypeError("layers must be a list with a CompressedKV for each layer")
         layout = layers[0].layout
@@ -136,7 +137,7 @@ class PrefixKVCache:
     ) -> NDArray[Any]:
         """See `KVCache.write`; by default positions continue after the prefix."""
         if positions is None and cos is not None:
-            start, shape = self.layer_length(layer), np.shape(qkv)
+            start, shape = self.layer_length(layer), as_array(qkv, "qkv").shape
             positions = np.arange(start, start + (shape[0] if shape else 1))
         return self._live.write(layer, qkv, positions=positions, cos=cos, **options)
 
@@ -152,8 +153,9 @@ class PrefixKVCache:
         num_threads: int | None = None,
     ) -> Any:
         """Attention of the last tokens, which must be live, to the prefix and to the live tokens; see `KVCache.attend`."""
+        check_flag(return_lse, "return_lse")
         if out is not None:
-            check_out(out, np.shape(q))
+            check_out(out, as_array(q, "q").shape)
         options = {"scale": scale, "num_threads": num_threads, "return_lse": True}
         live = self._live.attend(layer, q, causal=causal, **options)
         result, lse = merge_states(*self._layers[layer].attend(q, causal=False, **options), *live)

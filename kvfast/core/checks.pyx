@@ -140,8 +140,8 @@ cdef object check_integers(object values, str name, object dtype, int ndim):
     if array.size == 0 and isinstance(values, (list, tuple)):  # whose dtype NumPy has made up
         array = array.astype(dtype)
     if array.ndim != ndim or array.dtype.kind not in "iu":
-        raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
-                                     f"{array.dtype} of shape {array.shape}")
+        got = f"{array.dtype} of shape {array.shape}" if array.ndim else shown(values)
+        raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got {got}")
     if array.dtype != dtype and array.size and not np.can_cast(array.dtype, dtype):
         least, most, limits = int(array.min()), int(array.max()), np.iinfo(dtype)
         if least < limits.min or most > limits.max:

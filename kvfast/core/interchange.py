@@ -63,6 +63,8 @@ def as_array(array, name="array"):
     """
     if type(array) is np.ndarray:
         return array
+    if array is None:
+        raise TypeError(f"{name} must be an array, got None")
     check_unmasked(array, name, f"pass {name}.filled(...) with what masked entries stand for, or leave them out")
     if not hasattr(array, "__dlpack__") or isinstance(array, np.ndarray):
         try:

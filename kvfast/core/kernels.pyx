@@ -49,10 +49,8 @@ cdef int parse_precision(object name) except -1:
     """A kv_precision; None: UNSET."""
     if name is None:
         return UNSET
-    if name == "exact":
-        return EXACT
-    if name == "fast":
-        return FAST
+    if isinstance(name, str) and name in ("exact", "fast"):
+        return EXACT if name == "exact" else FAST
     raise ValueError(f"precision must be 'exact', 'fast' or None, got {shown(name)}")
 
 
@@ -70,9 +68,9 @@ cdef const kv_kernels *compiled(int tier) noexcept nogil:
     return kv_all_kernels[tier]
 
 
-cdef const kv_kernels *_find(str name) except NULL:
+cdef const kv_kernels *_find(object name) except NULL:
     cdef int i = 0
-    while kv_all_kernels[i] != NULL:
+    while isinstance(name, str) and kv_all_kernels[i] != NULL:
         if kv_all_kernels[i].isa.decode() == name:
             if not kv_supported(kv_all_kernels[i]):
                 raise ValueError(f"this CPU cannot run the ISA tier {shown(name)}; "

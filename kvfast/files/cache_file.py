@@ -17,7 +17,7 @@ from threading import Lock
 
 import numpy as np
 
-from kvfast.core.checks import check_flag
+from kvfast.core.checks import check_flag, checked_path
 from kvfast.core.replacing import replacing
 from kvfast.core.threads import get_num_threads
 from kvfast.core.workers import Workers
@@ -73,7 +73,7 @@ def _metadata_of(tensors, header):
 def write_tensors(tensors, header, path):
     """Write arrays of bytes and a header. At any moment, the file at `path` is the old or the new one, and complete."""
     library, metadata = _import("safetensors.numpy"), _metadata_of(tensors, header)
-    path = os.path.realpath(os.fsdecode(path))
+    path = os.path.realpath(checked_path(path, "path"))
     with replacing(path) as new:  # in a folder of its own, because the library also makes temporary files
         _drop_pages(path)
         try:
@@ -139,7 +139,7 @@ def read_tensors(path):
 def _opened(path):
     """The content of a file, after its structure and header are checked; errors name the file."""
     try:
-        path = os.fsdecode(path)
+        path = checked_path(path, "path")
         if "\0" in path:
             raise ValueError("source must be a path, got bytes with a 0: Snapshot.from_bytes reads those of a file")
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from kvfast.attention.dense import attention
 from kvfast.caches.contiguous import KVCache
 from kvfast.codec.formats import PRESETS
+from kvfast.core.checks import check_choice
 from kvfast.core.interchange import aligned, as_float32, as_floats
 from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -173,8 +175,9 @@ def choose_format(
     ['int8', 'int8', 'int8', 'int8']
     >>> cache = kvfast.KVCache(num_layers=4, num_kv_heads=2, head_dim=64, dtype=formats)
     """
-    if metric not in METRICS:
-        raise ValueError(f"metric must be {' or '.join(map(repr, METRICS))}, got {shown(metric)}")
+    check_choice(metric, "metric", METRICS, " or ".join(map(repr, METRICS)))
+    if isinstance(max_error, bool) or not isinstance(max_error, Real):
+        raise TypeError(f"max_error must be a number, got {shown(max_error)}")
     if not max_error >= 0:
         raise ValueError(f"max_error must be at least 0, got {max_error}")
     formats = _listed(formats)
@@ -300,7 +303,9 @@ class _Layer:
 
 def _listed(formats):
     # A dtype or a KVFormat is one format, like a name.
-    formats = list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else [formats]
+    formats = (
+        list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) and getattr(formats, "ndim", 1) else [formats]
+    )
     if not formats:
         raise ValueError("formats must hold at least one storage format, got none")
     return formats

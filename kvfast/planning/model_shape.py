@@ -147,7 +147,7 @@ def read_shape(source):
     if hasattr(source, "to_dict"):
         return _shape(_Config(source.to_dict(), f"the {type(source).__name__}"))
     try:
-        path = os.fspath(source)
+        path = os.fsdecode(source)
     except TypeError:
         raise TypeError(f"model must be a path to a config.json or GGUF file, or a mapping, got {type(source).__name__}") from None
     if os.path.isdir(path):

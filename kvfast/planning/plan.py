@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from kvfast.codec.dtypes import FLOATS, NAMES, dtype_row
 from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of, latent_format
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_choice, check_positive, check_size
 from kvfast.core.hardware import read_bandwidth
 from kvfast.core.limits import MAX_TOKENS, PIECE, SLAB_BLOCKS
 from kvfast.core.text import one_of, shown
@@ -227,8 +227,7 @@ def plan(
     context = shape.context_length or 4096 if context is None else context
     context, batch = check_size(context, "context", 1, MAX_TOKENS), check_size(batch, "batch", 1, MAX_TOKENS)
     shape = _with_weights(shape, weight_bytes, weight_bytes_read)
-    if engine not in ENGINES:
-        raise ValueError(f"engine must be {one_of(ENGINES)}, got {shown(engine)}")
+    check_choice(engine, "engine", ENGINES, one_of(ENGINES))
     notes = shape.notes
     if engine == "vllm":
         caches = [(name, [BlocksOfVLLM(shape, name)]) for name in _names_of_vllm(dtype)]
@@ -250,8 +249,7 @@ def plan(
     memory = None if memory is None else max(0, memory - beside)
     if bandwidth is None:
         bandwidth = max(read_bandwidth() for _ in range(BANDWIDTH_PASSES))
-    if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):
-        raise ValueError(f"bandwidth must be a number of bytes per second above 0, got {shown(bandwidth)}")
+    check_positive(bandwidth, "bandwidth", "number of bytes per second", finite=True)
     checkpoints = check_size(checkpoints, "checkpoints", 0, MAX_TOKENS)
     if not shape.state_bytes or engine != "kvfast":
         checkpoints = 0

@@ -20,6 +20,7 @@ import faulthandler
 import json
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -80,6 +81,14 @@ WRITING = OFTEN - {"attend", "attend_batch"} | {
     "match_prefix",
     "deepcopy",
 }
+
+
+# What Python, NumPy and Cython say where nobody has looked at an argument: it names none.
+UNTOLD = re.compile(
+    r"has no len\(\)|object of type|not iterable|0-d array|truth value of an array|inhomogeneous|has incorrect type|Expected \w+, got|"
+    r"expected str, bytes|unsupported operand|not supported between|keyword argument|only integer|only length-1|cannot be interpreted|"
+    r"must be real number|an integer is required|bytes-like object|mix strings|ufunc|object has no attribute|not subscriptable"
+)
 
 
 class Broken(AssertionError):
@@ -255,6 +264,8 @@ def perform(world, name, function, owner, outcomes, log):
             raise Broken(f"{type(error).__name__} is not an error of kvfast: {error}") from error
         if not str(error) and not isinstance(error, MemoryError) and "Misfit" not in repr(given):
             raise Broken(f"{type(error).__name__} without a text") from error
+        if UNTOLD.search(str(error)) and kind != "protocol" and function is not None:
+            raise Broken(f"{type(error).__name__} that names no argument: {error}") from error
         outcomes[type(error).__name__] += 1
         if before != [state(one) for one in watched]:
             raise Broken(f"refused, and not as it was: {error}") from error

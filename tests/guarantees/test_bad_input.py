@@ -382,3 +382,46 @@ def test_a_mask_is_refused_wherever_an_array_is_due():
     with pytest.raises(TypeError, match="num_tokens must be an integer, got masked"):
         pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=2)
         pool.slot_mapping([pool.new_sequence()], masked([1]))
+
+
+def test_errors_are_those_of_kvfast_and_name_the_argument(tmp_path):
+    """Python's, NumPy's and Cython's own name none. `fuzz_api` looks for them."""
+    cache, pool = kvfast.KVCache(1, 2, 64), kvfast.PagedKVCache(1, 2, 64, num_blocks=2)
+    codes, scales = kvfast.quantize(ones(1, 2, 64), 4)
+    (tmp_path / "text").write_text("no arrays")
+    for call, kind, text in [
+        (lambda: pool.block_table(5), TypeError, "sequences must be a list of sequences of this pool, got 5"),
+        (lambda: pool.slot_mapping([], [[1], [1, 2]]), ValueError, "num_tokens must be one number or 0, one per sequence, got 2"),
+        (lambda: pool.prepare_batch([[0]], None), TypeError, "seq_lens must be an array, got None"),
+        (lambda: pool.prepare_batch([[0]], 5), ValueError, "seq_lens must be integers with 1 dimension, got 5"),
+        (lambda: kvfast.PrefixKVCache(5), TypeError, "layers must be a list of CompressedKV, one for each layer, got 5"),
+        (lambda: kvfast.Snapshot.from_arrays(None, [], 1), TypeError, "keys must be a list of arrays, one for each layer, got None"),
+        (lambda: kvfast.calibrate(3, []), TypeError, "q must be a list of arrays, one for each layer, got 3"),
+        (lambda: cache.snapshot(uncounted=1), ValueError, 'uncounted must be "raise" or "drop", got 1'),
+        (lambda: cache.save(True), TypeError, "path must be a str or path-like, got True"),
+        (lambda: kvfast.load(5), TypeError, "source must be a str or path-like, got 5"),
+        (lambda: kvfast.Calibration.load(5), TypeError, "path must be a str or path-like, got 5"),
+        (lambda: kvfast.Calibration.load(tmp_path / "text"), kvfast.CorruptFileError, "holds no calibration: it is not a .npz file$"),
+        (lambda: kvfast.PromptCache(5), TypeError, "store must be a str or path-like, got 5"),
+        (lambda: kvfast.use_isa(5), ValueError, "unknown ISA tier 5; this CPU can run"),
+        (lambda: kvfast.KVCache(1, 2, 64, dtype={"type": "int8"}), TypeError, "a format has the fields dtype, .* got 'type'"),
+        (lambda: kvfast.KVFormat(rotation=np.ones(2)), ValueError, "rotation must be .* got a ndarray of float64"),
+        (lambda: kvfast.attention(*[ones(1, 1, 64)] * 3, precision=ones(2)), ValueError, "precision must be .* got a ndarray"),
+        (lambda: kvfast.choose_format(*[ones(1, 1, 64)] * 3, max_error="x"), TypeError, "max_error must be a number, got 'x'"),
+        (lambda: kvfast.choose_format(*[ones(1, 1, 64)] * 3, metric=ones(2)), ValueError, "metric must be"),
+        (lambda: kvfast.dequantize(codes, scales, head_dim="x"), TypeError, "head_dim must be an integer, got 'x'"),
+        (
+            lambda: kvfast.PagedKVCache(1, 2, 64, num_blocks=1, buffer=5),
+            TypeError,
+            "buffer must be an array or a buffer of bytes, got int$",
+        ),
+        (lambda: cache.write(0, ones(1, 6 * 64), num_q_heads=ones(2)), TypeError, "num_q_heads must be an integer"),
+        (lambda: cache.write(0, ones(1, 6 * 64), out=[[1], [1, 2]]), TypeError, "out must be a NumPy array, got list"),
+        (lambda: kvfast.attention(None, *[ones(1, 1, 64)] * 2), TypeError, "q must be an array, got None"),
+    ]:
+        with pytest.raises(kind, match=text):
+            call()
+    sequence = pool.new_sequence()
+    with pytest.raises(ValueError, match="^block_ids are blocks that no sequence has; while a pool has sequences"):
+        pool.take_blocks([0])
+    assert len(sequence) == cache.layer_length(0) == 0

@@ -10,7 +10,7 @@ import time
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_size, checked_path
 from kvfast.core.file_lock import is_locked, try_lock
 from kvfast.errors import StoreError
 from kvfast.files.cache_file import remove_file
@@ -48,7 +48,7 @@ class FolderStore(Store):
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
         from pathlib import Path  # `import kvfast` shall not load it
 
-        self.folder = Path(os.fsdecode(folder))
+        self.folder = Path(checked_path(folder, "folder"))
         self.url = str(self.folder)
         self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0)
         self._lock, self._open = Lock(), None

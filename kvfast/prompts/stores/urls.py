@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from kvfast.core.checks import checked_path
 from kvfast.prompts.stores.folder import FolderStore
 from kvfast.prompts.stores.tiered import TieredStore
 
@@ -43,7 +44,7 @@ def open_store(
         Without the packages of an extra, which the message names.
     StoreError
     """
-    text = os.fsdecode(store)
+    text = checked_path(store, "store")
     if not text:
         raise ValueError("store must be a folder or a URL, got an empty text: '.' is the current folder")
     scheme = text.partition("://")[0].lower() if "://" in text else ""
@@ -65,7 +66,7 @@ def open_store(
             f"got {scheme}://"
         )
     if near is not None:
-        return TieredStore(FolderStore(_folder_of(os.fsdecode(near)), max_bytes), far)
+        return TieredStore(FolderStore(_folder_of(checked_path(near, "near")), max_bytes), far)
     if max_bytes is not None:
         raise ValueError(f"max_bytes is for a folder; {far.url} limits itself")
     return far

@@ -7,7 +7,7 @@ from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 
 cdef class PagedBatches(PagedSequences):
     cdef int _check_external(self) except -1
-    cdef int _check_no_sequences(self, slot) except -1
+    cdef int _check_no_sequences(self, str found) except -1
     cdef int _become_external(self) except -1
     cdef list _checked_blocks(self, block_ids)
     cdef int _check_owned(self, PreparedBatch batch) except -1

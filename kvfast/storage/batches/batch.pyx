@@ -69,7 +69,7 @@ cdef class PagedBatches(PagedSequences):
             if slot_mapping is not None:
                 batch.set_slots(slot_mapping)
             if self.scheduler is not None:
-                self._check_no_sequences(batch.table[0, 0] * self.pool.block_size)
+                self._check_no_sequences(f"block_table holds block {batch.table[0, 0]}, one")
                 self.scheduler.prepare(batch, max_num_seqs)
                 self._become_external()
             batch.find_prefixes()
@@ -104,7 +104,7 @@ cdef class PagedBatches(PagedSequences):
                                  f"{first_rows.shape}")
         self.pool.enter()
         try:
-            self._check_no_sequences(0)
+            self._check_no_sequences("block_ids are blocks")
             self._become_external()
         finally:
             self.pool.leave()
@@ -118,11 +118,10 @@ cdef class PagedBatches(PagedSequences):
                 raise ValueError(f"block_ids must be between 0 and {self.pool.num_blocks - 1}, got {block}")
         return ids
 
-    cdef int _check_no_sequences(self, slot) except -1:
+    cdef int _check_no_sequences(self, str found) except -1:
         """Refuse the slots of another scheduler in a pool with sequences, which would take them, too."""
         if self.num_owned or self.pool.num_sequences:  # also one without blocks, which would take those of the scheduler later
-            raise ValueError(f"slot_mapping holds {slot}, a slot that no sequence has; while a pool has sequences, slots must come "
-                             f"from slot_mapping()")
+            raise ValueError(f"{found} that no sequence has; while a pool has sequences, slots must come from slot_mapping()")
         return 0
 
     cdef int _become_external(self) except -1:
@@ -182,7 +181,7 @@ cdef class PagedBatches(PagedSequences):
             i = end
         if foreign:
             self._check_external()
-            self._check_no_sequences(foreign[0][0])
+            self._check_no_sequences(f"slot_mapping holds {foreign[0][0]}, a slot")
             check_distinct(np.concatenate(foreign))
         return array, gains, bool(foreign)
 

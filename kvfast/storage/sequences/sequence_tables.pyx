@@ -13,6 +13,7 @@ from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.sequences.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, rotated_keys
 from kvfast.storage.tables.block_table cimport BlockTable
 
+from kvfast.core.checks import check_choice
 from kvfast.core.interchange import aligned
 from kvfast.core.kernels import name_of_precision
 
@@ -135,10 +136,9 @@ cdef class SequenceTables:
         """Most tokens of a layer that `advance` has not counted."""
         return max([(<BlockTable>table).num_uncounted() for table in self.tables])
 
-    def check_counted(self, str uncounted):
+    def check_counted(self, uncounted):
         """Refuse what leaves out tokens that were not counted, unless `uncounted` is "drop"."""
-        if uncounted not in ("raise", "drop"):
-            raise ValueError(f'uncounted must be "raise" or "drop", got {uncounted!r}')
+        check_choice(uncounted, "uncounted", ("raise", "drop"), '"raise" or "drop"')
         count = self.num_uncounted if uncounted == "raise" else 0
         if count:
             raise ValueError(f"layers hold {count} tokens that were never counted and would be left out: call advance({count}) when "

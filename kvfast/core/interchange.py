@@ -160,7 +160,10 @@ def _resolved(array):
 
 
 def _check_device(array, name):
-    device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
+    try:
+        device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
+    except Exception as error:  # noqa: BLE001  (any library's own way to say that DLPack has no such device)
+        raise TypeError(f"{name} must be in the memory of the CPU: {error}") from None
     if int(device[0]) not in _CPU:
         raise TypeError(f"{name} must be in the memory of the CPU, got one on DLPack device {tuple(map(int, device))}")
 

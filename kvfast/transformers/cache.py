@@ -12,7 +12,7 @@ from kvfast.codec.formats import formats_of
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_array
 from kvfast.core.limits import MAX_TOKENS
-from kvfast.core.text import size_text
+from kvfast.core.text import shown, size_text
 from kvfast.planning.key_bias import key_bias_note
 from kvfast.planning.model_shape import read_shape
 from kvfast.prompts.prompt_cache import PromptCache
@@ -379,8 +379,8 @@ class KVFastCache(Cache):
             If the model has recurrent layers, there is no checkpoint after the tokens that stay, and the cache was made without `model`.
             The cache stays as it was.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative integer, got {tokens_to_remove}")
+        if isinstance(tokens_to_remove, bool) or not hasattr(tokens_to_remove, "__index__") or tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative integer, got {shown(tokens_to_remove)}")
         if not self._rows.rows:
             if self._states and not self._states.is_whole():
                 self.reset()  # a first step broke off before it came to keys
@@ -410,16 +410,15 @@ class KVFastCache(Cache):
 
     def reorder_cache(self, beam_idx):
         """Replace row i by the old row ``beam_idx[i]``, for all rows."""
-        self.batch_select_indices(beam_idx)
+        self._select(self._rows.indices_of(beam_idx, "beam_idx"))
 
     def batch_select_indices(self, indices):
-        """Keep the rows with the given indices, in the order of the indices."""
-        if self._rows.rows:
-            self._select(indices.tolist())
+        """Keep the rows with the given indices, in the order of the indices, or those of a mask."""
+        self._select(self._rows.indices_of(indices, "indices", True))
 
     def batch_repeat_interleave(self, repeats):
         """Repeat each row `repeats` times."""
-        self._select([i for i in range(len(self._rows.rows)) for _ in range(repeats)])
+        self._select([i for i in range(len(self._rows.rows)) for _ in range(check_size(repeats, "repeats", 1))])
 
     def _select(self, indices):
         if self._states:

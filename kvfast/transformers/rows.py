@@ -9,6 +9,7 @@ import torch
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.ring import RingKVCache
 from kvfast.caches.stored_sequence import storage_in
+from kvfast.core.interchange import as_array
 
 EVERYTHING = slice(None)
 
@@ -353,6 +354,20 @@ class Rows:
             for row, snapshot in zip(rows, snapshots):
                 row.restore(snapshot)
             raise
+
+    def indices_of(self, given, name, takes_mask=False):
+        """The rows that integers, or a mask, name, as a list; of no rows none."""
+        count, array = len(self.rows), as_array(given.cpu() if isinstance(given, torch.Tensor) else given, name)
+        if takes_mask and array.dtype == bool and array.shape == (count,):
+            array = np.flatnonzero(array)
+        if count and (array.ndim != 1 or array.dtype.kind not in "iu" or not array.size):
+            wanted = f"integers of shape (num_rows,){f', or a mask of shape ({count},)' * takes_mask}, for at least one row"
+            raise ValueError(f"{name} must be {wanted}, got {array.dtype} of shape {array.shape}")
+        indices = array.tolist() if count else []
+        for i in indices:
+            if not -count <= i < count:
+                raise IndexError(f"{name} must be between {-count} and {count - 1}, got {i}")
+        return [i % count for i in indices]
 
     def select(self, indices):
         """Let the batch be the rows of some indices; one that is named twice is shared until it is written."""

@@ -91,6 +91,8 @@ class BlocksLayer(CacheLayerMixin):
         """Give row i the tokens that row ``beam_idx[i]`` has."""
         if self.is_initialized:
             rows = self.blocks.view(len(self.block_table), -1)
+            if len(beam_idx) != len(rows):  # one index would be copied to all rows
+                raise ValueError(f"beam_idx must have an index for each of the {len(rows)} rows, got {len(beam_idx)}")
             rows.copy_(rows.index_select(0, beam_idx))
 
 

@@ -127,6 +127,37 @@ def test_rows_are_chosen_and_repeated(model):
         assert (found[i : i + 1] - expected).abs().max() < 1e-2 * expected.abs().max()
 
 
+def test_a_mask_of_rows_is_not_their_numbers(llama):
+    """True would be row 1. transformers' own cache takes masks where it indexes, and refuses them where it reorders."""
+    ids, mask = prompt(3, 24, (0, 9, 2))
+    cache = KVFastCache(llama.config, "int8")
+    logits(llama, ids, "kvfast", cache, mask)
+    held = [row.k(0) for row in cache.rows]
+    for call, error, text in (
+        (lambda: cache.reorder_cache(torch.tensor([True, False, True])), ValueError, "beam_idx must be integers of shape .* got bool"),
+        (
+            lambda: cache.batch_select_indices(torch.tensor([True, False])),
+            ValueError,
+            r"or a mask of shape \(3,\).* got bool of shape \(2,\)",
+        ),
+        (lambda: cache.batch_select_indices(torch.tensor([False] * 3)), ValueError, "for at least one row"),
+        (lambda: cache.batch_select_indices(torch.tensor([0.0])), ValueError, "indices must be integers .* got float32"),
+        (lambda: cache.batch_select_indices(np.ma.masked_array([0], True)), TypeError, "indices must not be a masked array"),
+        (lambda: cache.batch_select_indices(torch.tensor([0, 3])), IndexError, "indices must be between -3 and 2, got 3"),
+        (lambda: cache.batch_repeat_interleave(True), TypeError, "repeats must be an integer, got True"),
+        (lambda: cache.crop(True), ValueError, "negative integer, got True"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+        assert [np.array_equal(row.k(0), k) for row, k in zip(cache.rows, held)] == [True] * 3
+    for given, order in ((torch.tensor([True, False, True]), (0, 2)), (np.array([-1, 1, -1]), (1, 1, 1)), ([False, True, False], (1,))):
+        cache.batch_select_indices(given)
+        assert [np.array_equal(row.k(0), held[i]) for row, i in zip(cache.rows, order, strict=True)] == [True] * len(order)
+        held = [held[i] for i in order]
+    cache.batch_repeat_interleave(2)
+    assert len({id(row) for row in cache.rows}) == 2  # also a row that -1 and 1 both name is written by one of them alone
+
+
 def test_copies_are_independent(llama):
     ids, mask = prompt(1, 20)
     cache = KVFastCache(llama.config, "float32")

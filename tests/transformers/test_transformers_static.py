@@ -48,6 +48,20 @@ def test_beams_and_chunks():
         assert torch.allclose(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], atol=atol)
 
 
+def test_an_index_for_each_row():
+    """One would be copied to all of them, and a mask is not the numbers of rows."""
+    model, (ids, mask) = random_model("llama"), prompt(2, 20)
+    model.set_attn_implementation("kvfast_static")
+    cache = KVFastStaticCache(model.config, 32)
+    logits(model, ids, "kvfast_static", cache, mask)
+    before = [layer.blocks.clone() for layer in cache.layers]
+    with pytest.raises(ValueError, match="beam_idx must have an index for each of the 2 rows, got 1"):
+        cache.reorder_cache(torch.tensor([1]))
+    with pytest.raises((RuntimeError, IndexError)):  # of PyTorch
+        cache.reorder_cache(torch.tensor([True, False]))
+    assert all(map(torch.equal, before, (layer.blocks for layer in cache.layers)))
+
+
 @pytest.mark.parametrize("dtype", ["int8", "k8v4", "bfloat16"])
 def test_the_logits_of_a_kvfast_cache(dtype):
     model = random_model("mistral")

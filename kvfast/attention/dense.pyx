@@ -41,7 +41,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     Parameters
     ----------
     q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
-        Queries of the last `num_tokens` tokens of the context: at most one for each of its tokens.
+        Queries of the last `num_tokens` tokens of the context: at most one for each of its tokens, unless ``causal=False``.
     k : array of shape (context, num_kv_heads, head_dim), float32, float16 or bfloat16
     v : array of shape (context, num_kv_heads, v_head_dim), float32, float16 or bfloat16
         Keys and values. They are read in place if their width is a multiple of 16 and the tokens lie one after the other, at
@@ -58,7 +58,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     ------
     DimensionMismatchError, TypeError, NonFiniteInputError
     ValueError
-        For more queries than `k` has tokens, with ``causal=False``, too; and as `kvfast.KVCache.attend`.
+        For more queries than `k` has tokens, unless ``causal=False``; and as `kvfast.KVCache.attend`.
     """
     cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
     cdef kv_layout layout
@@ -91,7 +91,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
                                               chosen, chosen_run, precision))
     check_apart(&request.c.out, &given_keys.rows, "k")
     check_apart(&request.c.out, &given_values.rows, "v")
-    if request.c.q.tokens > context.length:
+    if request.c.causal and request.c.q.tokens > context.length:
         raise ValueError(f"q must hold at most the {context.length} tokens of k and v, got {request.c.q.tokens}")
     plan = open_plan(request, &layout, Workspace(), 1)
     plan.use_spans(request.spans, "spans", context.length)

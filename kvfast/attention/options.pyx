@@ -22,7 +22,7 @@ cdef class Options:
         self.num_splits, self.num_threads = num_splits, num_threads
         self.spans, self.clamp_spans = spans, check_flag(clamp_spans, "clamp_spans")
         self.parents, self.chosen, self.chosen_run = parents, chosen, 1
-        if parents is not None and (spans is not None or not self.causal):
+        if parents is not None and not self.causal:
             raise ValueError("parents need causal=True and spans=None: a draft sees its ancestors alone")
         if spans is not None and not self.causal:
             raise ValueError("spans need causal=True, got causal=False, with which every query sees all keys")

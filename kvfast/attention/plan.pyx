@@ -106,7 +106,7 @@ cdef class Plan:
         return 0
 
     cdef int use_parents(self, object parents, str name, Py_ssize_t num_queries) except -1:
-        """Let the last of `num_queries` queries be a tree of drafts, in the next `ask`."""
+        """Let the last of `num_queries` queries be a tree of drafts, in the next `ask`. After `use_spans`, if the request has spans."""
         cdef const int64_t[::1] view
         cdef uint64_t[::1] ancestors
         cdef Py_ssize_t i
@@ -114,6 +114,8 @@ cdef class Plan:
         given = as_array(() if parents is None else parents, name)
         if given.shape == (0,):
             return 0
+        if self.num_spans:
+            raise ValueError(f"{name} need causal=True and spans=None for their sequence: a draft sees its ancestors alone")
         view = check_integers(given, name, np.int64, 1)
         if view.shape[0] > min(num_queries, <Py_ssize_t>MOST_DRAFTS):
             raise ValueError(f"{name} must have at most {MOST_DRAFTS} drafts, and no more than the {num_queries} tokens of q, got "

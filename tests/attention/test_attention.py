@@ -84,6 +84,24 @@ def test_options(isa, rng, dtype, options):
     assert np.abs(lse - expected_lse).max() < 1e-3
 
 
+@pytest.mark.parametrize("length, n", [(1, 2), (5, 40), (63, 64), (130, 700)])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 20}, {"sliding_window": 3, "num_sink_tokens": 2}, {"softcap": 2.0}, {"alibi": 1}, {"chosen": 1}]
+)
+def test_more_queries_than_keys(isa, rng, length, n, options):
+    """A decoder reads a short encoder. Queries beyond the keys stand before the first of them."""
+    k, v, q, options = normal(rng, length, 2, 64), normal(rng, length, 2, 64), normal(rng, n, 6, 64), dict(options)
+    if options.pop("alibi", None):
+        options["alibi_slopes"] = rng.uniform(0.01, 0.1, 6).astype(np.float32)
+    if options.pop("chosen", None):
+        options["chosen"] = np.argsort(rng.random((n, length)))[:, : min(length, 7)]
+    out, lse = kvfast.attention(q, k, v, causal=False, return_lse=True, **options)
+    expected, expected_lse = attention(q, k, v, causal=False, **options)
+    assert relative_error(out, expected) < 1e-5 and np.abs(lse - expected_lse).max() < 1e-4
+    with pytest.raises(ValueError, match=f"q must hold at most the {length} tokens of k and v, got {n}"):
+        kvfast.attention(q, k, v)
+
+
 @pytest.mark.parametrize("shape", [(17, 65, 3, 2, 6), (64, 127, 1, 3, 9), (80, 300, 5, 1, 3), (128, 40, 40, 2, 8)], ids=str)
 def test_queries_in_bfloat16(isa, rng, shape):
     """Queries that are bfloat16 may be multiplied as such: the results are right, and those of each are the same among others."""

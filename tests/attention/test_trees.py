@@ -183,3 +183,20 @@ def test_bad_trees(rng, parents, error, text):
         pool.attend_batch(0, q, [sequence], cu_seqlens_q=[0, 12], parents=[parents])
     with pytest.raises(kvfast.DimensionMismatchError, match="parents must have one entry for each of the 1 sequences, got 2"):
         pool.attend_batch(0, q[:1], [sequence], parents=[None, None])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_a_batch_of_spans_and_trees(rng, dtype):
+    """One sequence has spans and another a tree of drafts, as each has them alone."""
+    pool = kvfast.PagedKVCache(1, HEADS, DIM, 32, dtype=dtype)
+    sequences, q = [filled(pool.new_sequence(), *tokens(rng)) for _ in range(3)], queries(rng, 40)
+    own = [{"spans": [(270, 295)]}, {"parents": BUSHY}, {}]
+    bounds = [0, 12, 28, 40]
+    alone = [one.attend(0, q[a:b], **more) for one, a, b, more in zip(sequences, bounds, bounds[1:], own)]
+    lists = {name: [one.get(name) for one in own] for name in ("spans", "parents")}
+    assert np.array_equal(pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, **lists), np.concatenate(alone))
+    plan = pool.explain_batch(0, (40, 3 * HEADS, DIM), sequences, cu_seqlens_q=bounds, **lists)
+    assert plan.num_tasks > 0
+    lists["spans"][1] = [(0, 2)]
+    with pytest.raises(ValueError, match=r"parents\[1\] need causal=True and spans=None for their sequence"):
+        pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, **lists)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import numpy as np
 
 from kvfast.errors import DimensionMismatchError
 
-__all__ = ["aligned", "as_array", "as_float32", "as_floats", "as_numbers", "check_unmasked", "is_lazy"]
+__all__ = ["aligned", "as_array", "as_float32", "as_floats", "as_numbers", "as_numpy", "check_unmasked", "is_lazy"]
 
 _CPU = (1, 3)  # kDLCPU, and kDLCUDAHost: memory of the CPU that a GPU reads too
 _FLOAT, _BFLOAT = 2, 4
@@ -135,6 +136,13 @@ def as_numbers(array, name):
         return aligned(as_float32(array, name) if array.dtype == np.uint16 else array, np.float32)
     except (TypeError, ValueError) as error:  # whose text has the value that is not a number
         raise type(error)(f"{name} must be numbers, got {array.dtype} of shape {array.shape}") from None
+
+
+def as_numpy(tensor):
+    """A view of a tensor of PyTorch, or a copy of one that is still to be negated or conjugated; bfloat16 and int8 as their bits."""
+    tensor, torch = _resolved(tensor), sys.modules["torch"]
+    bits = {torch.bfloat16: torch.uint16, torch.int8: torch.uint8}.get(tensor.dtype)
+    return (tensor if bits is None else tensor.view(bits)).numpy()
 
 
 def check_unmasked(array, name, way):

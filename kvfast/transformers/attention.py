@@ -5,6 +5,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvfast.core.interchange import as_numpy
 from kvfast.transformers.masks import ChosenMask, LazyMask, MatrixMask, lazy_mask
 from kvfast.transformers.received import Received
 from kvfast.transformers.rows import EVERYTHING
@@ -28,12 +29,6 @@ def register():
     """Make ``attn_implementation="kvfast"`` known to transformers."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, lazy_mask)
-
-
-def as_numpy(tensor):
-    """A view of a tensor, or a copy of one that is still to be negated; bfloat16 as its bits, as kvfast takes it."""
-    tensor = tensor.resolve_neg()
-    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def attention(

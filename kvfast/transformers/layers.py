@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from kvfast.transformers.attention import NAME, as_numpy
+from kvfast.core.interchange import as_numpy
+from kvfast.transformers.attention import NAME
 from kvfast.transformers.received import Received
 from kvfast.transformers.versions import dummy_layer
 

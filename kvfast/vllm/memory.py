@@ -1,14 +1,6 @@
 """The layers of a KV cache group as one pool of kvfast, in vLLM's memory."""
 
-import torch
-
-_BITS = {torch.bfloat16: torch.uint16, torch.int8: torch.uint8}
-
-
-def as_numpy(tensor):
-    """The memory of a tensor; bfloat16 as its bits."""
-    bits = _BITS.get(tensor.dtype)
-    return (tensor if bits is None else tensor.view(bits)).numpy()
+from kvfast.core.interchange import as_numpy
 
 
 def arrays_of(metadata):

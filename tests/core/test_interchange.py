@@ -10,7 +10,7 @@ import pytest
 import kvfast
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.caches.multi_head import MultiHeadConfig
-from kvfast.core.interchange import _DLTensor, as_array
+from kvfast.core.interchange import _DLTensor, as_array, as_numpy
 
 
 class Managed(ctypes.Structure):
@@ -175,6 +175,17 @@ def test_torch_that_is_still_to_be_negated(rng):
         np.testing.assert_array_equal(got, wanted)
     with pytest.raises(TypeError, match="out must"):
         kvfast.attention(k, k, k, out=lazy)
+
+
+def test_the_memory_of_tensors():
+    """One function for every engine, which knows what PyTorch is still to negate."""
+    torch = pytest.importorskip("torch")
+    numbers = torch.arange(-3, 3)
+    for dtype, bits in (("float32", np.float32), ("bfloat16", np.uint16), ("int8", np.uint8), ("int64", np.int64)):
+        tensor = numbers.to(getattr(torch, dtype))
+        view, lazy = as_numpy(tensor), torch._neg_view(tensor)
+        assert view.dtype == bits and view.ctypes.data == tensor.data_ptr() and lazy.is_neg()
+        np.testing.assert_array_equal(as_numpy(lazy), as_numpy(-tensor))
 
 
 def test_outputs_by_dlpack(rng):

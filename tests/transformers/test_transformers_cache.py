@@ -24,7 +24,8 @@ from tiny_transformers import (
 )
 
 import kvfast
-from kvfast.transformers.attention import as_numpy, attention
+from kvfast.core.interchange import as_numpy
+from kvfast.transformers.attention import attention
 from kvfast.transformers.masks import lazy_mask
 
 pytestmark = QUIET

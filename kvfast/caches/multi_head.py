@@ -133,8 +133,10 @@ class MultiHeadKVCache(_Heads):
     ----------
     num_heads : int
         Heads of keys and values.
-    config : MultiHeadConfig
+    config : MultiHeadConfig, optional
         Configuration of each head.
+    **fields
+        The fields of one instead: `head_dim`, and `bits`, `rotation`, `codebook`, `num_q_heads` and `seed` as far as they differ.
 
     Raises
     ------
@@ -157,8 +159,7 @@ class MultiHeadKVCache(_Heads):
     Examples
     --------
     >>> import kvfast, numpy as np
-    >>> from kvfast.caches.multi_head import MultiHeadConfig
-    >>> cache = kvfast.MultiHeadKVCache(8, MultiHeadConfig(head_dim=128, bits=4, num_q_heads=32))
+    >>> cache = kvfast.MultiHeadKVCache(8, head_dim=128, bits=4, num_q_heads=32)
     >>> for keys, values in np.random.default_rng(0).standard_normal((640, 2, 8, 128), np.float32):
     ...     cache.push_token(keys, values)
     >>> queries = np.ones((32, 128), np.float32)
@@ -170,9 +171,15 @@ class MultiHeadKVCache(_Heads):
 
     __slots__ = ("__weakref__", "_settings", "_signs", "_storage", "config", "num_heads", "num_q_heads")
 
-    def __init__(self, num_heads: int, config: MultiHeadConfig) -> None:
+    def __init__(self, num_heads: int, config: MultiHeadConfig | None = None, **fields: Any) -> None:
+        if config is None and "head_dim" in fields:
+            config, fields = MultiHeadConfig(**fields), {}
         if not isinstance(config, MultiHeadConfig):
-            raise TypeError(f"config must be a MultiHeadConfig, got {type(config).__name__}")
+            raise TypeError(
+                f"config must be a MultiHeadConfig, got {type(config).__name__}: pass one, or head_dim and other fields of one"
+            )
+        if fields:
+            raise TypeError(f"config must be None where fields are given, got a MultiHeadConfig and {', '.join(fields)}")
         settings = heads(num_heads, asdict(config))
         self._open(settings, storage_of(settings))
 

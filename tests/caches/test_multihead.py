@@ -409,6 +409,13 @@ class TestInput:
         with pytest.raises(IndexError, match="head must be between 0 and 2"):
             cache.head(head)
 
+    def test_the_fields_of_a_configuration_stand_for_it(self, rng):
+        fields = {"head_dim": 20, "bits": (5, 3), "rotation": False, "codebook": "uniform", "num_q_heads": 6, "seed": 7}
+        pair, rows = [MultiHeadKVCache(2, **fields), MultiHeadKVCache(2, MultiHeadConfig(**fields))], rng.standard_normal((2, 9, 2, 20))
+        for one in pair:
+            one.push_tokens(*rows)
+        assert pair[0].config == pair[1].config and pair[0].snapshot() == pair[1].snapshot()
+
     def test_other_arguments(self, cache):
         for head in ("0", 1.0, None, True):
             with pytest.raises(TypeError, match="head must be an integer"):
@@ -421,6 +428,12 @@ class TestInput:
             pickle.dumps(cache)
         with pytest.raises(TypeError, match="config must be a MultiHeadConfig, got int"):
             MultiHeadKVCache(2, 64)
+        with pytest.raises(TypeError, match="config must be a MultiHeadConfig, got NoneType: pass one, or head_dim"):
+            MultiHeadKVCache(2, bits=4)
+        with pytest.raises(TypeError, match="config must be None where .* got a MultiHeadConfig and bits, seed"):
+            MultiHeadKVCache(2, MultiHeadConfig(64), bits=4, seed=1)
+        with pytest.raises(TypeError, match="head_dim must be an integer, got True"):
+            MultiHeadKVCache(2, head_dim=True)
         with pytest.raises(ValueError, match="num_heads must be between 1 and 65536, got 0"):
             MultiHeadKVCache(0, MultiHeadConfig(4))
         with pytest.raises(DimensionMismatchError, match="num_q_heads must be a multiple of the 4 heads, got 6"):

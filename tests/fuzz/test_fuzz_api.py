@@ -75,7 +75,7 @@ def wrong_calls(worlds, name, parameter):
         if kinds != {bool} and not kinds & {int, float}:
             continue
         wrong = (1, "x", None, np.int64(1), []) if kinds == {bool} else (True, np.True_)
-        needed = [one for one, optional in fuzz_names.parameters(function).items() if not optional or one == "sequences"]
+        needed = [one for one, optional in fuzz_names.parameters(function).items() if not optional or one in ("sequences", "config")]
         given = {one: fuzz_recipes.recipe_of(name, one)(call) for one in needed}
         parts = given.pop("parts", [])
         yield functools.partial(function, *([target] if owner else []), *parts, **given), wrong

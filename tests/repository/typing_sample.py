@@ -74,6 +74,7 @@ def keep(cache: kvfast.KVCache, path: Path) -> kvfast.KVCache:
 
 def others(k: Floats, v: Floats) -> None:
     heads = kvfast.MultiHeadKVCache(2, MultiHeadConfig(head_dim=64, bits=4))
+    heads = kvfast.MultiHeadKVCache(2, head_dim=64, bits=4)
     heads.push_token(k[0], v[0])
     weights: Floats = heads.attention_scores(k[0], softmax=True)
     latent = kvfast.MLAKVCache(1, 48, 16, dtype="int8")

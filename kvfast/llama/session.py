@@ -27,7 +27,8 @@ class Session:
     """
 
     def __init__(self, model, path):
-        self.model, self.path, self.token_ids, self.cache, self._snapshot = model, Path(path), [], None, None
+        self.model, self.path = model, Path(path).absolute()  # a program may change its directory
+        self.token_ids, self.cache, self._snapshot = [], None, None
         if not self.path.exists():
             return
         self._snapshot = kvfast.Snapshot.load(self.path)

@@ -576,6 +576,16 @@ def test_requests_that_cannot_be_served_are_refused(tiny_model):
         server.add([1] * 20, 13)
 
 
+def test_a_session_in_a_relative_path_stays_where_it_is(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    session = llama.Session(tiny_model[0], "talk")
+    session.open(64)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    session.save([5, 6, 7])
+    assert kvfast.Snapshot.load(tmp_path / "talk").token_ids.tolist() == [5, 6, 7]
+
+
 # --- fetching ----------------------------------------------------------------------------------
 
 

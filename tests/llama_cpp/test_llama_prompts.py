@@ -1,8 +1,10 @@
 """Prompts of llama-cpp-python in a store, by a stand-in of its ``Llama``: whose answers tell of each wrong byte."""
 
+import os
 import pickle
 import random
 import struct
+import threading
 import weakref
 
 import llama_stand_in
@@ -11,7 +13,8 @@ from llama_prompts import CHUNK, PROMPT, fresh, ids, only_warnings, restored
 from llama_stand_in import Llama, common, state_bytes
 
 from kvfast import cli
-from kvfast.llama_cpp import LlamaPromptCache
+from kvfast.llama_cpp import LlamaPromptCache, prompt_cache
+from kvfast.llama_cpp.prompt_settings import weights_of
 
 pytest.importorskip("safetensors")
 pytest.importorskip("xxhash")
@@ -138,6 +141,21 @@ def test_all_files_of_a_split_model_are_read(folder, tmp_path):
     assert found() == 1
     paths[2].write_bytes(b"damaged")
     assert found() == 0
+
+
+def test_a_relative_path_is_that_of_the_model_that_was_loaded(folder, model, monkeypatch):
+    """The weights are read in the background, when the program may have changed its directory."""
+    go = threading.Event()
+    monkeypatch.setattr(prompt_cache, "weights_of", lambda path: weights_of(path) if go.wait(10) else None)
+    home, name = os.path.split(model)
+    monkeypatch.chdir(home)
+    with fresh(folder, name) as (llm, _):
+        monkeypatch.chdir("/")
+        go.set()
+        llm.complete(PROMPT)
+    with fresh(folder, model) as (llm, prompts):
+        llm.complete(PROMPT)
+        assert prompts.stats.num_hits == 1
 
 
 @pytest.mark.parametrize("types", [(1, 1, False), (8, 8, True)])

@@ -235,6 +235,19 @@ def test_the_home_folder(tmp_path, monkeypatch):
     assert (tmp_path / "home" / "prompts").is_dir() and not (tmp_path / "~").exists()
 
 
+def test_a_relative_folder_stays_where_it_was_opened(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    stores = FolderStore("values"), open_store("values"), open_store("redis://127.0.0.1", near="values").near
+    monkeypatch.chdir(tmp_path / "b")
+    for i, store in enumerate(stores):
+        assert store.put(key(i), b"value") and store.contains_many([key(0), key(i)]) == [True, True]
+        assert store.url == str(tmp_path / "a" / "values")
+        store.close()
+    assert os.listdir(tmp_path / "b") == []
+
+
 @pytest.mark.parametrize("name", ["my prompts", "100 %25 of ä#?&+", "%41"])
 def test_file_urls(name, tmp_path, monkeypatch):
     """As pathlib and RFC 8089 write them; a path is taken as it is."""

@@ -11,6 +11,7 @@ import time
 import warnings
 from contextlib import suppress
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -321,7 +322,7 @@ def test_an_answer_too_many(server):
         assert read(store.get_many([key(1)])) == [b"1"]
 
 
-def test_tls(tmp_path):
+def test_tls(tmp_path, monkeypatch):
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl")
     certificate, secret, port = tmp_path / "certificate.pem", tmp_path / "key.pem", free_port()
@@ -359,6 +360,10 @@ def test_tls(tmp_path):
     ):
         store = RedisStore(f"rediss://{HOST}:{port}/0?ssl_ca_certs={certificate}", 5)
         assert store.url == f"rediss://{HOST}:{port}/0"
+        monkeypatch.chdir(tmp_path)
+        near = RedisStore(f"rediss://{HOST}:{port}/0?ssl_ca_certs={certificate.name}", 5)
+        monkeypatch.chdir(Path(__file__).parent)
+        assert near.contains_many([key(1)]) == [False]
         assert store.put(key(1), DATA) and read(store.get_many([key(1), key(2)])) == [DATA, None]
         with pytest.raises(StoreError, match="certificate"):
             RedisStore(f"rediss://{HOST}:{port}/0", 5).get_many([key(1)])

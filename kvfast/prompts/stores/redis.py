@@ -23,7 +23,8 @@ LEAST_AHEAD, MOST_AHEAD, BYTES_AHEAD = 2, 1000, 1 << 20
 SCANNED = 1000  # keys that are listed at once
 # What redis-py makes of answers that no Redis server gives.
 _OF_OTHER_SERVERS = (OSError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-_OPTIONS = ("db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+_FILES = "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"
+_OPTIONS = ("db", *_FILES, "ssl_cert_reqs", "ssl_check_hostname")
 
 
 class RedisStore(Store):
@@ -246,4 +247,5 @@ def _parsed(url):
         raise ValueError(f"ttl must be a number of seconds from 1, got {ttl}")
     if unknown := sorted(set(given) - set(_OPTIONS)):
         raise ValueError(f"the URL of {shown} may have the options ttl, {', '.join(_OPTIONS)}, got {', '.join(unknown)}")
-    return shown, options, ttl
+    # Connections that are made later read them again, when the program may have changed its directory.
+    return shown, options | {name: os.path.abspath(options[name]) for name in _FILES if name in options}, ttl

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import pathlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -200,14 +201,23 @@ def test_a_forked_process_uses_the_store_of_its_parent(make):
         ("s3://bucket/x?secret=hunter2", "without credentials or options"),
         ("https://hunter2@server/x", "without credentials or options"),
         ("az://container", "cannot open az://container"),
+        (pathlib.PurePosixPath("s3://hunter2/prompts"), r"must begin with s3://, got s3:/\. Give it as a text"),
+        ("redis:/:hunter2@h", "must begin with redis://, got redis:/"),
+        ("S3:hunter2", "must begin with s3://, got s3:"),
+        ("memory:", "must begin with memory://"),
+        ("https:/hunter2/x", "must begin with https://"),
+        ("unix:/run/redis.sock", "must begin with unix:///, got unix:/"),
+        ("unix://run/redis.sock", "must be like unix:///run/redis.sock"),
+        ("unix://", "must be like unix:///run/redis.sock"),
     ],
 )
-def test_bad_urls(url, message):
+def test_bad_urls(url, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     pytest.importorskip("redis")
     pytest.importorskip("obstore")
     with pytest.raises(ValueError, match=message) as caught:
         open_store(url)
-    assert "hunter2" not in shown(caught.value) and "ter2" not in shown(caught.value)
+    assert "hunter2" not in shown(caught.value) and "ter2" not in shown(caught.value) and not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan, "5", True, None])
@@ -222,6 +232,9 @@ def test_max_bytes_and_near_need_a_folder(tmp_path):
         open_store("redis://127.0.0.1", max_bytes=1000)
     with pytest.raises(ValueError, match="near is for a folder in front of a server"):
         open_store(tmp_path, near=tmp_path)
+    for near, message in (("s3://b", "got s3://"), ("redis:/h", "must begin with redis://"), ("", "got an empty text")):
+        with pytest.raises(ValueError, match=message):
+            open_store("redis://127.0.0.1", near=near)
     store = open_store("redis://127.0.0.1", max_bytes=1000, near=tmp_path)
     assert isinstance(store, TieredStore) and store.near.max_bytes == 1000
     assert isinstance(open_store(f"file://{tmp_path}"), FolderStore)
@@ -239,11 +252,11 @@ def test_a_relative_folder_stays_where_it_was_opened(tmp_path, monkeypatch):
     for name in "ab":
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "a")
-    stores = FolderStore("values"), open_store("values"), open_store("redis://127.0.0.1", near="values").near
+    stores = FolderStore("file:x"), open_store("./file:x"), open_store("redis://127.0.0.1", near="./file:x").near
     monkeypatch.chdir(tmp_path / "b")
     for i, store in enumerate(stores):
         assert store.put(key(i), b"value") and store.contains_many([key(0), key(i)]) == [True, True]
-        assert store.url == str(tmp_path / "a" / "values")
+        assert store.url == str(tmp_path / "a" / "file:x")
         store.close()
     assert os.listdir(tmp_path / "b") == []
 
@@ -264,7 +277,18 @@ def test_file_urls(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "url", ["file://server/x", "file://prompts", "file://", "file://../x", "file:///x?a=b", "file:///x#a", "file://user@localhost/x"]
+    "url",
+    [
+        "file:prompts",
+        "FILE:",
+        "file://server/x",
+        "file://prompts",
+        "file://",
+        "file://../x",
+        "file:///x?a=b",
+        "file:///x#a",
+        "file://user@localhost/x",
+    ],
 )
 def test_file_urls_that_name_no_folder_here(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

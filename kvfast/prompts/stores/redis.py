@@ -238,6 +238,8 @@ def _parsed(url):
         options = None
     if options is not None and parts.scheme != "unix" and parts.path.strip("/") and not parts.path.strip("/").isdecimal():
         options = None  # redis-py would take database 0
+    if options is not None and parts.scheme == "unix" and (parts.hostname or not parts.path):
+        raise ValueError("the URL of a socket must be like unix:///run/redis.sock, with a whole path after the second slash")
     if options is None:
         raise ValueError(
             "the URL of a Redis server must be like redis://user:password@host:6379/0?ttl=3600, with special letters of the "

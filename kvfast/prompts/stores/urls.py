@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from kvfast.core.checks import checked_path
@@ -12,7 +13,8 @@ from kvfast.prompts.stores.tiered import TieredStore
 if TYPE_CHECKING:
     from kvfast.prompts.stores.store import Store
 
-REDIS, CLOUD = ("redis", "rediss", "unix"), ("s3", "s3a", "gs", "az", "abfs", "http", "https", "memory")
+FOLDER, REDIS, CLOUD = ("", "file"), ("redis", "rediss", "unix"), ("s3", "s3a", "gs", "az", "abfs", "http", "https", "memory")
+_SCHEME = re.compile("([a-z][a-z0-9+.-]+):(/*)", re.IGNORECASE)  # a single letter is the drive of a path of Windows
 
 
 def open_store(
@@ -39,19 +41,24 @@ def open_store(
     Raises
     ------
     ValueError
-        For an unknown scheme; for a file URL with a host, or without a whole path; for `near` in front of a folder.
+        For an unknown scheme, or one without ``//``, as `pathlib` writes it; for a file URL with a host, or without a whole path; for
+        `near` in front of a folder, or as another URL than ``file:///``.
     ModuleNotFoundError
         Without the packages of an extra, which the message names.
     StoreError
     """
     text = checked_path(store, "store")
-    if not text:
-        raise ValueError("store must be a folder or a URL, got an empty text: '.' is the current folder")
-    scheme = text.partition("://")[0].lower() if "://" in text else ""
-    if scheme in ("", "file") or _is_file_url(text):
+    scheme = _scheme_of(text, "store must be a folder or a URL")
+    if scheme in FOLDER:
         if near is not None:
             raise ValueError("near is for a folder in front of a server, not in front of a folder")
-        return FolderStore(_folder_of(text), max_bytes)
+        return FolderStore(_folder_of(text, scheme), max_bytes)
+    if near is not None:
+        near = checked_path(near, "near")
+        before = _scheme_of(near, "near must be a folder")
+        if before not in FOLDER:
+            raise ValueError(f"near must be a folder, as a path or file:///, got {before}://")
+        near = _folder_of(near, before)
     if scheme in REDIS:
         from kvfast.prompts.stores.redis import RedisStore
 
@@ -66,19 +73,29 @@ def open_store(
             f"got {scheme}://"
         )
     if near is not None:
-        return TieredStore(FolderStore(_folder_of(checked_path(near, "near")), max_bytes), far)
+        return TieredStore(FolderStore(near, max_bytes), far)
     if max_bytes is not None:
         raise ValueError(f"max_bytes is for a folder; {far.url} limits itself")
     return far
 
 
-def _is_file_url(text):
-    return text[:6].lower() == "file:/"
+def _scheme_of(text, needed):
+    """The scheme of a URL in small letters, or "" for a path. Errors show no more of the URL, which may have a password."""
+    if not text:
+        raise ValueError(f"{needed}, got an empty text: '.' is the current folder")
+    found = _SCHEME.match(text)
+    scheme, slashes = (found[1].lower(), found[2]) if found else ("", "")
+    if scheme in (*REDIS, *CLOUD) and len(slashes) < 2:
+        raise ValueError(
+            f"the URL of a store must begin with {scheme}://{'/' * (scheme == 'unix')}, got {scheme}:{slashes}. Give it as a "
+            "text, as pathlib leaves out a slash. A folder of such a name needs ./ before it"
+        )
+    return scheme if scheme == "file" or len(slashes) >= 2 else ""
 
 
-def _folder_of(text):
+def _folder_of(text, scheme):
     """The path of a folder, or that of a URL of RFC 8089."""
-    if not _is_file_url(text):
+    if not scheme:
         return os.path.expanduser(text)
     from urllib.parse import unquote_to_bytes
 
@@ -86,7 +103,7 @@ def _folder_of(text):
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
         rest = slash + path
-    if host.lower() not in ("", "localhost") or not rest or "?" in rest or "#" in rest:
+    if host.lower() not in ("", "localhost") or rest[:1] != "/" or "?" in rest or "#" in rest:
         raise ValueError(
             "a file URL must be file:/// and a whole path on this machine, in which ? is %3F and # is %23; a path needs no URL"
         )

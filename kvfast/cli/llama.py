@@ -151,10 +151,10 @@ def _report_prompts(prompts):
         return
     prompts.close()
     did = prompts.stats
-    fetched, written = (size_text(nbytes) for nbytes in (did.bytes_fetched, did.bytes_written))
+    fetched, written, refused = (size_text(nbytes) for nbytes in (did.bytes_fetched, did.bytes_written, did.bytes_refused))
     print(
         f"prompts  {did.num_restored_tokens:,} of {did.num_tokens:,} tokens restored ({did.num_hits} of {did.num_prompts} prompts), "
-        f"{fetched} read in {did.seconds:.3f} s, {written} written: {prompts.store.url}"
+        f"{fetched} read in {did.seconds:.3f} s, {written} written{f', {refused} refused' * (did.num_refused > 0)}: {prompts.store.url}"
     )
 
 

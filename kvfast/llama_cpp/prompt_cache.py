@@ -102,7 +102,7 @@ class LlamaPromptCache:
         self._patient = open_patiently(store, self.max_bytes, near, secret, time_limit)
         self.store, self.stats = self._patient.store, PromptCacheStats()
         self._secret, self._is_closed = secret, False
-        self._writer, self._saving = Writer(self._patient), Workers(1, "kvfast-states")
+        self._writer, self._saving = Writer(self._patient, self.stats), Workers(1, "kvfast-states")
         self._llm, self._pending, self._lock = weakref.ref(llm), 0, Lock()  # bytes of states that wait
         self._form: Form | None = None
         self._rate, self._is_refused = 0.0, False  # tokens per second that are computed
@@ -300,7 +300,6 @@ class LlamaPromptCache:
                 state.write_chunk(payload, i * size, (i + 1) * size)
                 complete(value, chain.chunk(i), self._secret, (i + 1) * size)
                 calls.append(self._writer.put(keys[i], value))
-                self.stats.bytes_written += len(value)
             # In this order the first chunks, which the others need, are removed last.
             self._writer.after(calls, lambda: self._patient.touch(keys[::-1], is_hit=False))
         except ValueError as error:

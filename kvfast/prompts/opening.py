@@ -12,12 +12,18 @@ from kvfast.prompts.stores.urls import open_store
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
 
 def open_patiently(
-    store: str | os.PathLike[str] | Store, max_bytes: int | None, near: str | os.PathLike[str] | None, secret: bytes, time_limit: float
+    store: str | os.PathLike[str] | Store,
+    max_bytes: int | None,
+    near: str | os.PathLike[str] | None,
+    secret: bytes,
+    time_limit: float,
+    tell: Callable[[str, bool], None] | None = None,
 ) -> PatientStore:
-    """A store by its path or URL, or one of the user, after a check of the options of `kvfast.PromptCache`."""
+    """A store by its path or URL, or one of the user, after a check of the options of `kvfast.PromptCache`. `tell` is `Store.tell`."""
     if not isinstance(secret, bytes):
         raise TypeError(f"secret must be bytes, got {type(secret).__name__}")
     if len(secret) > 64:
@@ -26,4 +32,6 @@ def open_patiently(
     need_files()
     if not isinstance(store, Store):
         store = open_store(store, max_bytes, near, min(5.0, time_limit))
+    if tell is not None:
+        store.tell = tell
     return PatientStore(store, time_limit)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.prompts.envelope import HEADER_BYTES, payload_of
+from kvfast.prompts.stores.troubles import Troubles, put_or_refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ FORGETTING = 1.1  # by which the rate is raised when a fetch was not begun for i
 
 
 class PatientStore:
-    """A store with a deadline for each call, a warning for the first failure of a kind, and a pause after failures.
+    """A store with a deadline for each call, a warning for the first failure of a kind, and a pause after failures and refusals.
 
     What cannot be written, as on a full disk, may still be read: such a failure pauses writing alone.
 
@@ -38,7 +37,7 @@ class PatientStore:
         self.rate = 0.0  # bytes per second of what was fetched, 0 if not known
         # A separate one, because the calls of `touch` wait for one of the others.
         self._threads, self._later = Workers(2, "kvfast-store"), Workers(1, "kvfast-touch")
-        self._pauses, self._warned, self._lock = {False: _Pause(), True: _Pause()}, set(), Lock()  # of reading, and of writing
+        self._pauses, self._troubles = {False: _Pause(), True: _Pause()}, Troubles(store)  # of reading, and of writing
 
     def deadline(self) -> float:
         """When the calls of a prompt that begins now must have ended."""
@@ -79,8 +78,11 @@ class PatientStore:
             return None
 
     def put(self, key: str, value: Any) -> bool:
-        """Whether the value is kept now."""
-        return self._call(lambda: self.store.put(key, value), self.deadline(), False, writes=True)
+        """Whether the store has taken the value."""
+        is_kept = self._call(lambda: put_or_refuse(self.store, key, value), self.deadline(), False, writes=True)
+        if is_kept:
+            self._is_well(True)
+        return is_kept
 
     def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         """Mark keys as used, the last of them as the newest. Nobody waits for it."""
@@ -115,11 +117,7 @@ class PatientStore:
 
     def warn(self, text: str) -> None:
         """Warn, once for each text."""
-        with self._lock:
-            known = text in self._warned
-            self._warned.add(text)
-        if not known:
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        self._troubles.begin(None, text)
 
     def close(self) -> None:
         self._later.close()
@@ -142,18 +140,23 @@ class PatientStore:
         except OSError as error:  # a StoreError
             self._failed(str(error), (True,) if writes else (False, True))
         else:
-            self._pauses[writes].forget()
+            if not writes:  # where nothing is put, writing may fail all the same
+                self._is_well(False)
             return result
         return otherwise
+
+    def _is_well(self, writes):
+        self._pauses[writes].forget()
+        self._troubles.end(writes, f"prompts are {'saved' if writes else 'found'} again, as {self.store.url} is well")
 
     def _failed(self, why, paused):
         for writes in paused:
             self._pauses[writes].begin()
         computed = f"prompts are computed, as {self.store.url} fails: {why}"
         if False in paused:
-            self.warn(computed)
-        elif computed not in self._warned:  # which says more
-            self.warn(f"prompts are not saved, as {self.store.url} fails: {why}")
+            self._troubles.begin(False, computed)
+        elif not self._troubles.lasts(computed):  # which says more
+            self._troubles.begin(True, f"prompts are not saved, as {self.store.url} fails: {why}")
 
 
 class _Pause:
@@ -163,8 +166,10 @@ class _Pause:
         self.end, self._next = 0.0, FIRST_PAUSE
 
     def begin(self):
-        self.end = time.monotonic() + self._next
-        self._next = min(2 * self._next, LONGEST_PAUSE)
+        now = time.monotonic()
+        if now >= self.end:  # calls that fail at once are one failure
+            self.end = now + self._next
+            self._next = min(2 * self._next, LONGEST_PAUSE)
 
     def forget(self):
         self._next = FIRST_PAUSE

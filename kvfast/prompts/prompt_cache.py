@@ -94,7 +94,7 @@ class PromptCache:
         self._patient = open_patiently(store, self.max_bytes, near, secret, time_limit)
         self.store, self.background, self.stats = self._patient.store, check_flag(background, "background"), PromptCacheStats()
         self._is_closed, self._secret = False, secret
-        self._writer, self._reader = Writer(self._patient), Reader(self._patient, secret, self.stats)
+        self._writer, self._reader = Writer(self._patient, self.stats), Reader(self._patient, secret, self.stats)
 
     def save(
         self,
@@ -121,8 +121,8 @@ class PromptCache:
         Returns
         -------
         bool
-            Whether the store has the prompt, or, with `background`, will write it. False if the cache is empty, or if it alone exceeds
-            `max_bytes`.
+            Whether the store has the prompt, or, with `background`, will write it. False if the cache is empty, if it alone exceeds
+            `max_bytes`, or if the store does not take it: a warning says why.
         """
         return self._save(cache, token_ids, model, salt, uncounted, True)
 
@@ -182,8 +182,8 @@ class PromptCache:
             return False
         # All bytes are read now, as the cache may change when this returns.
         new = [i for i, key in enumerate(keys[: len(chunks)]) if not here[key]]
-        calls = [self._put(keys[i], form.read(storage, i, chunks[i], self._secret)) for i in new]
-        calls += [self._put(key, value) for key, value in values.items()]
+        calls = [self._writer.put(keys[i], form.read(storage, i, chunks[i], self._secret)) for i in new]
+        calls += [self._writer.put(key, value) for key, value in values.items()]
         done = self._writer.after(calls, lambda: self._patient.touch(used, is_hit=False))
         return self.background or done.result()
 
@@ -333,16 +333,9 @@ class PromptCache:
             check_positive(tokens_per_second, "tokens_per_second")
         return Prompt(cache, token_ids, model, salt, self.chunk_tokens, self._secret)
 
-    def _put(self, key, value):
-        self.stats.bytes_written += len(value)
-        return self._writer.put(key, value)
-
     def _count(self, num_tokens, found, begin):
-        self.stats.num_prompts += 1
-        self.stats.num_hits += found > 0
-        self.stats.num_tokens += num_tokens
-        self.stats.num_restored_tokens += found
-        self.stats.seconds += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self.stats.add(num_prompts=1, num_hits=found > 0, num_tokens=num_tokens, num_restored_tokens=found, seconds=seconds)
 
 
 def _checked_cache(cache):

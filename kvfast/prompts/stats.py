@@ -21,6 +21,9 @@ class PromptCacheStats:
         Tokens of all that were looked up.
     num_restored_tokens : int
     bytes_fetched, bytes_written : int
+        What the store gave, and what it took.
+    num_refused, bytes_refused : int
+        Values that it did not take, as it is full, slow or gone, and their bytes.
     seconds : float
         Time in `PromptCache.restore`.
     """
@@ -32,3 +35,10 @@ class PromptCacheStats:
     bytes_fetched: int = 0
     bytes_written: int = 0
     seconds: float = 0.0
+    num_refused: int = 0
+    bytes_refused: int = 0
+
+    def add(self, **counts: float) -> None:
+        """Count more."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)

@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from kvfast.prompts.patient import PatientStore
+    from kvfast.prompts.stats import PromptCacheStats
 
 MOST_PENDING = 256 << 20  # bytes that wait; a store that is slower than its user then holds the user up
 
 
 class Writer:
-    """Puts values into a store, several at once."""
+    """Puts values into a store, several at once, and counts what the store takes and what not."""
 
-    def __init__(self, store: PatientStore) -> None:
-        self._store, self._threads = store, Workers(2, "kvfast-writer")
+    def __init__(self, store: PatientStore, stats: PromptCacheStats) -> None:
+        self._store, self._stats, self._threads = store, stats, Workers(2, "kvfast-writer")
         self._pending, self._room, self._calls = 0, Condition(), set()
 
     def put(self, key: str, value: Any) -> Future[bool]:
@@ -69,12 +70,18 @@ class Writer:
         return not self._pending or self._pending + len(value) <= MOST_PENDING
 
     def _put(self, key, value, is_here=bool):
+        counts = {}
         try:
-            return is_here() or self._store.put(key, value)
+            if is_here():
+                return True
+            is_kept = self._store.put(key, value)
+            counts = {"bytes_written": len(value)} if is_kept else {"num_refused": 1, "bytes_refused": len(value)}
+            return is_kept
         finally:
             with self._room:
                 self._pending -= len(value)
                 self._room.notify_all()
+                self._stats.add(**counts)
 
     def _begin(self, work):
         call = self._threads.submit(work)

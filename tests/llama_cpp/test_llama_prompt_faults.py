@@ -89,12 +89,14 @@ def test_a_server_that_is_full(tmp_path, model):
     with (
         redis_server(tmp_path, "--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as server,
         fresh(path=model, layers=60, **cache_at(server.port)) as (llm, prompts),
-        only_warnings(0),  # a full server still works
+        only_warnings(1) as caught,  # and a full server still works
     ):
         for seed in range(6):
             assert llm.complete(ids(100, seed)) == Llama(model, layers=60).complete(ids(100, seed))
             prompts.flush()
-        assert 0 < prompts.cache_size < prompts.stats.bytes_written
+        assert 0 < prompts.cache_size == prompts.stats.bytes_written
+        assert prompts.stats.bytes_refused > 1000 * prompts.stats.num_refused > 0
+    assert "prompts are not saved, as redis://" in str(caught[0].message) and "it is full" in str(caught[0].message)
 
 
 @pytest.mark.parametrize("manner", ["delayed", "dripping", "half-open", "cut", "lying"])

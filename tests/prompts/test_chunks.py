@@ -1,5 +1,6 @@
 """Chunks of prompts: what is shared, what comes back, and what a store may do."""
 
+import contextlib
 import os
 import time
 import warnings
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvfast
+from kvfast.prompts import patient
+from kvfast.prompts.stores import troubles
 
 pytest.importorskip("safetensors")
 
@@ -262,6 +265,35 @@ def test_a_store_that_fails_costs_a_warning():
         assert not prompts.save(whole, [*TOKENS[:299], 5])
     calls = len(prompts.store.calls)
     assert prompts.restore(make("growing", "int8"), TOKENS) == 0 and len(prompts.store.calls) == calls  # it pauses
+
+
+TOLD = "prompts are not saved, as dict fails: it has no room"
+
+
+def test_a_full_store_is_told_once_and_left_alone(monkeypatch, caplog):
+    """Figures of their own for what it took and what not; a line when it takes values again; and no more of both for a while."""
+    monkeypatch.setattr(patient, "FIRST_PAUSE", 0.1)
+    prompts, whole = prompts_of(), STREAM.feed(make("growing", "int8"), 300)
+    store, puts = prompts.store, lambda: sum(name == "put" for name, _ in prompts.store.calls)
+    for times in range(3):
+        store.put = lambda key, value: store.calls.append(("put", 1))  # as a store of the user that says nothing
+        store.calls.clear()
+        with pytest.warns(RuntimeWarning, match=TOLD) if not times else contextlib.nullcontext():
+            assert not prompts.save(whole, TOKENS)
+        assert not prompts.save(whole, [*TOKENS[:299], 5]) and 1 <= puts() <= 2  # for each thread that writes
+        assert prompts.restore(make("growing", "int8"), TOKENS) == 0 and not caplog.records[1:]
+        time.sleep(0.15)
+        del store.put
+        assert prompts.save(whole, TOKENS) and prompts.restore(make("growing", "int8"), TOKENS) == 299
+        prompts.flush()
+        assert [one.message for one in caplog.records] == ["prompts are saved again, as dict is well"]
+        assert prompts.stats.bytes_written == (times + 1) * sum(map(len, store.values.values()))
+        assert prompts.stats.num_refused > 5 * (times + 1) and prompts.stats.bytes_refused > prompts.stats.bytes_written
+        store.values.clear()
+    monkeypatch.setattr(troubles.time, "monotonic", lambda clock=time.monotonic: clock() + 61)
+    store.put = lambda key, value: False
+    with pytest.warns(RuntimeWarning, match=TOLD):
+        assert not prompts.save(whole, TOKENS)
 
 
 def test_a_slow_store_costs_its_time_limit():

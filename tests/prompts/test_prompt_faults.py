@@ -81,10 +81,14 @@ def test_a_server_that_is_killed(server, during):
 
 def test_a_server_that_is_full(tmp_path):
     with redis_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server, prompts_at(server.port) as prompts:
-        with only_warnings():
+        with only_warnings() as caught:
             kept = [prompts.save(WHOLE, TOKENS, model=str(i)) for i in range(40)]
             assert kept[0] and not kept[-1]
             assert all(prompts.restore(make("growing", "int8"), [*TOKENS, 1], model=str(i)) == 400 for i in range(40) if kept[i])
+        (caught,) = caught
+        assert f"prompts are not saved, as {prompts.store.url} fails: it is full, " in str(caught.message)
+        assert "maxmemory" in str(caught.message)
+        assert prompts.stats.bytes_written == prompts.nbytes and prompts.stats.num_refused >= kept.count(False)
         assert restored(prompts) == 0
 
 

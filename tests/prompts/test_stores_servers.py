@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import store_processes as processes
+from dict_store import DictStore
 from prompt_tokens import filled, holds
 from servers import HOST, Proxy, free_port, make_bucket, redis_server, s3_server
 from store_values import key, read, shown
 
 import kvfast
 from kvfast.errors import StoreError
-from kvfast.prompts.stores import open_store
+from kvfast.prompts.stores import TieredStore, open_store, tiered
 from kvfast.prompts.stores.redis import RedisStore
 
 pytest.importorskip("redis", reason="needs the extra redis")
@@ -530,4 +531,21 @@ def test_a_tier_reads_from_far_while_its_folder_is_gone(server, tmp_path):
     with pytest.warns(RuntimeWarning, match="near fails"):
         assert tier.put(key(2), b"2")
     assert read(tier.get_many([key(1), key(2)])) == [DATA, b"2"]
+    tier.close()
+
+
+@pytest.mark.parametrize("is_far", [True, False])
+def test_a_tier_whose_one_store_is_full_tells_it(is_far, monkeypatch, caplog):
+    near, far = DictStore(), DictStore()
+    tier, full = TieredStore(near, far), far if is_far else near
+    full.url, full.put, full.refusal = "full", lambda key, value: full.calls.append("put"), "it is full, indeed"
+    with pytest.warns(RuntimeWarning, match="full takes no values, and dict serves alone: it is full, indeed"):
+        assert tier.put(key(1), b"1")
+    assert tier.put(key(2), b"2") and full.calls == ["put"]  # and no other warning
+    full.values[key(3)] = b"3"
+    assert read(tier.get_many([key(1), key(3)])) == [b"1", b"3"]  # it is still read
+    monkeypatch.setattr(tiered.time, "monotonic", lambda clock=time.monotonic: clock() + tiered.PAUSE)
+    del full.put
+    assert tier.put(key(4), b"4") and full.values[key(4)] == b"4"
+    assert [one.message for one in caplog.records] == ["full takes values again"]
     tier.close()

@@ -1,6 +1,7 @@
 """Prompts of vLLM in a store: what a fresh engine finds of them, and what happens when the store fails."""
 
 import time
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ from servers import Proxy, redis_server
 from vllm_engines import LENGTHS, answers, generate, in_engine, prompts, save_model, save_tokenizer, settle, stored, values
 from vllm_server import get, storing, stream, vllm_server
 
+from kvfast.prompts import patient
 from kvfast.prompts.envelope import HEADER_BYTES, num_tokens_of
+from kvfast.prompts.stores import open_store
 from kvfast.vllm.prompts import settings
 from kvfast.vllm.prompts.figures import Figures
 from kvfast.vllm.prompts.settings import IDLE_WAIT
@@ -184,6 +187,38 @@ def test_a_store_that_fails_costs_time_alone(folder_of, tmp_path, figures):
         proxy.lie = b"$5\r\nhello\r\n" * 50
         in_engine(folder_of("llama"), use, kv_transfer_config=stored(f"redis://127.0.0.1:{proxy.port}", time_limit=0.5), **options)
     assert figures["num_restored_tokens"] > 0
+
+
+def test_a_full_store_is_told_by_vllms_log_and_counted(folder_of, tmp_path, figures, monkeypatch):
+    said = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(settings.logger, level, lambda text, *values, level=level: said.append((level, text % values)))
+    monkeypatch.setattr(patient, "FIRST_PAUSE", 0.05)
+
+    def use(llm):
+        for i in range(20):
+            generate(llm, prompts((400,), seed=i), 1)
+            settle(llm)
+        assert figures["num_refused"] >= 1 and figures["bytes_refused"] > 1000 * figures["num_refused"]
+        store = open_store(url)
+        assert figures["bytes_written"] == sum(entry.nbytes for entry in store.entries()) > 0
+        store._call([(b"CONFIG", b"SET", b"maxmemory", b"100mb")])
+        time.sleep(0.5)
+        generate(llm, prompts((400,), seed=20), 1)
+        settle(llm)
+        store.close()
+
+    with redis_server(tmp_path, "--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as server:
+        url = f"redis://127.0.0.1:{server.port}"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "prompts")
+            in_engine(folder_of("llama"), use, kv_transfer_config=stored(url), kv_cache_dtype="int8_per_token_head")
+    told = [(level, text.partition(" command")[0]) for level, text in said if url in text]
+    assert told == [
+        ("info", f"kvfast keeps prompts in {url}"),
+        ("warning", f"prompts are not saved, as {url} fails: it is full,"),
+        ("info", f"prompts are saved again, as {url} is well"),
+    ]
 
 
 def test_requests_that_are_preempted_and_wait(folder_of, tmp_path, monkeypatch):

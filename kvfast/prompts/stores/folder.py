@@ -83,8 +83,10 @@ class FolderStore(Store):
 
     def put(self, key: str, value: Any) -> bool:
         path, data = self._path(key), memoryview(value).cast("B")
-        if (self.max_bytes is not None and len(data) > self.max_bytes) or self._is_read_only():
-            return False
+        if self.max_bytes is not None and len(data) > self.max_bytes:
+            return self._refuse(f"a value is larger than max_bytes={self.max_bytes}")
+        if self._is_read_only():
+            return self._refuse("it cannot be written")
         part = self._parts / f"{key}.{os.urandom(8).hex()}"
         try:
             self._parts.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
@@ -108,12 +110,13 @@ class FolderStore(Store):
             with contextlib.suppress(OSError):
                 remove_file(part)
                 self.delete([key])
+            why = str(error) if isinstance(error, StoreError) else f"cannot write to {self.url}: {error.strerror}"
             if error.errno in _NO_ROOM:
-                return False
-            raise error if isinstance(error, StoreError) else StoreError(f"cannot write to {self.url}: {error}") from None
+                return self._refuse(f"it is full, {why}")
+            raise StoreError(why) from None
         remove_file(part)
         self.delete([key])
-        return False
+        return self._refuse(f"other processes have filled its max_bytes={self.max_bytes}")
 
     def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         keys = [check_key(key) for key in keys]
@@ -181,6 +184,10 @@ class FolderStore(Store):
             failure = StoreError(f"cannot use the index of {self.url}: {error}")
             failure.errno = errno.ENOSPC if "disk is full" in str(error) else getattr(error, "errno", None)
         raise failure
+
+    def _refuse(self, why):
+        self.refusal = why
+        return False
 
     def _is_read_only(self):
         return self.folder.is_dir() and not os.access(self.folder, os.W_OK)

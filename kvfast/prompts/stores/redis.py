@@ -66,10 +66,14 @@ class RedisStore(Store):
     def put(self, key: str, value: Any) -> bool:
         (key,), data = _encoded([key]), memoryview(value).cast("B")
         if len(data) > LARGEST:
+            self.refusal = f"a value has more than {LARGEST} bytes"
             return False
         end = (b"EX", self._ttl) if self._ttl else ()
         (answer,) = self._call([(b"SET", PREFIX + key, data, *end)], _is_full)
-        return not isinstance(answer, Exception)
+        if isinstance(answer, Exception):
+            self.refusal = f"it is full, {answer}"
+            return False
+        return True
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
         return [bool(found) for found in self._call([(b"EXISTS", PREFIX + key) for key in _encoded(keys)])]

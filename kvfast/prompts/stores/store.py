@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,7 @@ from kvfast.core.checks import check_positive
 from kvfast.core.text import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from typing_extensions import Self
 
@@ -69,6 +70,16 @@ class Value:
         self._data.release()
 
 
+def tell_user(text: str, is_over: bool) -> None:
+    """Warn of a trouble, or log that it is over."""
+    if is_over:
+        import logging
+
+        logging.getLogger("kvfast").warning("%s", text)  # as visible as the warning that it ends
+    else:
+        warnings.warn(text, RuntimeWarning, stacklevel=6)
+
+
 class Store(ABC):
     """Values by their keys.
 
@@ -78,6 +89,12 @@ class Store(ABC):
 
     url: str
     """For messages; without a password."""
+
+    refusal: str = "it has no room"
+    """For messages: why `put` returned False the last time."""
+
+    tell: Callable[[str, bool], None] = staticmethod(tell_user)
+    """Gets what goes wrong, and whether it is over: by default a warning, and then a line of the log."""
 
     @abstractmethod
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:

@@ -3,64 +3,68 @@
 from __future__ import annotations
 
 import time
-import warnings
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvfast.core.workers import Workers
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.store import Entry, Store, Value
+from kvfast.prompts.stores.troubles import Refusal, Troubles, put_or_refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-PAUSE = 30.0  # seconds without calls of the far store after it failed
+PAUSE = 30.0  # seconds without calls of a store after it failed
 MOST_PENDING = 256 << 20  # bytes that wait to be kept in the near store; more are not kept
 
 
 class TieredStore(Store):
     """Two stores. What is read from the far one is kept in the near one, in the background; what is written goes to both.
 
-    If the far store fails, what the near one has is still found: a warning says why, and the far one is left alone for half a minute.
+    If one fails, the other serves alone: a warning says why, and the first one is left alone for half a minute. One that has no room is
+    still read.
 
     Parameters
     ----------
     near, far : Store
     """
 
+    refusal = "neither takes a value"
+
     def __init__(self, near: Store, far: Store) -> None:
         self.near, self.far = near, far
         self.url = f"{near.url} in front of {far.url}"
         self._threads = Workers(1, "kvfast-tier")
-        self._lock, self._pending, self._resume_at, self._warned = Lock(), 0, 0.0, False
+        self._lock, self._pending, self._troubles = Lock(), 0, Troubles(self)
+        self._resume_at: dict[tuple[bool, bool], float] = {}  # by whether it is the far store, and whether it is written
 
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:
-        values = self._near(lambda: list(self.near.get_many(keys)), [None] * len(keys))
+        values = self._ask(False, lambda store: list(store.get_many(keys)), [None] * len(keys))
         missing = [i for i, value in enumerate(values) if value is None]
         if missing:
             asked = [keys[i] for i in missing]
-            for i, value in zip(missing, self._far(lambda: self.far.get_many(asked), [None] * len(missing))):
+            for i, value in zip(missing, self._ask(True, lambda store: store.get_many(asked), [None] * len(missing))):
                 values[i] = value
                 if value is not None:
                     self._keep(keys[i], value)
         return values
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
-        here = self._near(lambda: list(self.near.contains_many(keys)), [False] * len(keys))
+        here = self._ask(False, lambda store: list(store.contains_many(keys)), [False] * len(keys))
         missing = [i for i, is_here in enumerate(here) if not is_here]
         if missing:
             asked = [keys[i] for i in missing]
-            for i, is_there in zip(missing, self._far(lambda: self.far.contains_many(asked), [False] * len(missing))):
+            for i, is_there in zip(missing, self._ask(True, lambda store: store.contains_many(asked), [False] * len(missing))):
                 here[i] = is_there
         return here
 
     def put(self, key: str, value: Any) -> bool:
-        is_near = self._near(lambda: self.near.put(key, value), False)
-        return self._far(lambda: self.far.put(key, value), False) or is_near
+        is_near = self._put(False, key, value)
+        return self._put(True, key, value) or is_near
 
     def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
-        self._near(lambda: self.near.touch(keys, is_hit), None)
-        self._far(lambda: self.far.touch(keys, is_hit), None)
+        for is_far in (False, True):
+            self._ask(is_far, lambda store: store.touch(keys, is_hit), None)
 
     def delete(self, keys: Sequence[str]) -> None:
         self.near.delete(keys)
@@ -81,28 +85,25 @@ class TieredStore(Store):
         self.near.close()
         self.far.close()
 
-    def _near(self, call: Callable[[], Any], otherwise: Any) -> Any:
-        """A folder that fails, as on a disk that is full, does not keep anybody from the far store."""
-        try:
-            return call()
-        except StoreError as error:
-            self._warn(f"{self.near.url} fails: {error}")
-            return otherwise
+    def _put(self, is_far: bool, key: str, value: Any) -> bool:
+        return self._ask(is_far, lambda store: put_or_refuse(store, key, value), False, writes=True)
 
-    def _far(self, call: Callable[[], Any], otherwise: Any) -> Any:
-        if time.monotonic() < self._resume_at:
+    def _ask(self, is_far: bool, call: Callable[[Store], Any], otherwise: Any, writes: bool = False) -> Any:
+        """What a store answers. One that fails does not keep anybody from the other."""
+        store, other = (self.far, self.near) if is_far else (self.near, self.far)
+        if time.monotonic() < self._resume_at.get((is_far, writes), 0.0):
             return otherwise
         try:
-            return call()
+            answer = call(store)
         except StoreError as error:
-            self._resume_at = time.monotonic() + PAUSE
-            self._warn(f"{self.far.url} fails, and {self.near.url} serves alone: {error}")
+            is_full = isinstance(error, Refusal)
+            for one in (True,) if is_full else (False, True):
+                self._resume_at[is_far, one] = time.monotonic() + PAUSE
+            does = "takes no values, and" if is_full else "fails, and"
+            self._troubles.begin((is_far, writes), f"{store.url} {does} {other.url} serves alone: {error}")
             return otherwise
-
-    def _warn(self, text):
-        if not self._warned:
-            self._warned = True
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+        self._troubles.end((is_far, writes), f"{store.url} {'takes values' if writes else 'answers'} again")
+        return answer
 
     def _keep(self, key, value):
         """Keep a value in the near store, soon."""
@@ -115,7 +116,7 @@ class TieredStore(Store):
 
     def _put_near(self, key, data):
         try:
-            self._near(lambda: self.near.put(key, data), False)
+            self._put(False, key, data)
         finally:
             with self._lock:
                 self._pending -= len(data)

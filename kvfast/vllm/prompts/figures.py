@@ -1,6 +1,7 @@
 """What a store of prompts did for an engine, as vLLM's metrics."""
 
 from collections import Counter
+from threading import Lock
 
 from prometheus_client import Counter as Metric
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -12,11 +13,16 @@ FIGURES = {
     "num_tokens": "Tokens of the prompts that were looked up, without those of vLLM's own prefix cache.",
     "num_restored_tokens": "Tokens that are fetched, and not computed.",
     "bytes_fetched": "Bytes that came from the store.",
-    "bytes_written": "Bytes on their way to the store.",
+    "bytes_written": "Bytes that the store took.",
     "seconds": "Seconds from the beginning to the end of each fetch, added up.",
     "num_failures": "Fetches of which a part did not come, and is computed.",
+    "num_refused": "Parts of chunks that the store did not take, as it is full, slow or gone.",
+    "bytes_refused": "Bytes of these parts.",
     "num_dropped": "Chunks that were not written, as the store is slower than the model or does not answer.",
 }
+
+
+_lock = Lock()  # threads that write count, too; figures are sent between processes, and cannot have one
 
 
 class Figures(KVConnectorStats):
@@ -26,12 +32,14 @@ class Figures(KVConnectorStats):
         self.data = {}
 
     def add(self, **counts):
-        for name, count in counts.items():
-            self.data[name] = self.data.get(name, 0) + count
+        with _lock:
+            for name, count in counts.items():
+                self.data[name] = self.data.get(name, 0) + count
 
     def taken(self):
         """These counters, which begin anew; None if there are none."""
-        found, self.data = self.data, {}
+        with _lock:
+            found, self.data = self.data, {}
         return Figures(found) if found else None
 
     def aggregate(self, other):

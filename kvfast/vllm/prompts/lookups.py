@@ -75,6 +75,7 @@ class Lookups:
         self._parts = [part for rank in parts_of(vllm_config, self._groups) for part in rank]
         self.chunk_tokens = chunk_tokens_of(options, self._groups)
         self._store = options.open()
+        logger.info("kvfast keeps prompts in %s", self._store.store.url)
         self._threads = Workers(LOOKUPS, "kvfast-lookup")
         # It reads all weights of the model. Look-ups wait for it.
         self._text = self._threads.submit(lambda: settings_text(vllm_config, kv_cache_config, options))
@@ -123,6 +124,7 @@ class Lookups:
             first = (known.end - num_tokens) // self.chunk_tokens
             chunks = [self._chunk(known, i, block_ids, known.end - num_tokens) for i in range(first, known.end // self.chunk_tokens)]
             self._plan.fetched[request.request_id] = chunks
+            logger.info_once("kvfast has found a prompt in %s", self._store.store.url)
             self.figures.add(num_hits=1, num_restored_tokens=num_tokens)
         if not known.is_counted:
             known.is_counted = True

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import lcm
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvfast.core.capabilities import minor_of
@@ -16,6 +17,8 @@ from kvfast.prompts import weights
 from kvfast.prompts.opening import open_patiently
 from kvfast.vllm.formats import format_of
 from kvfast.vllm.versions import installed_version
+
+logger = init_logger("vllm.kvfast")
 
 # Seconds to wait for a store while no request computes: the steps of an idle engine keep the interpreter from the threads that fetch.
 IDLE_WAIT = 0.005
@@ -54,7 +57,11 @@ class Options:
 
     def open(self):
         """The store; ModuleNotFoundError without the packages that its kind needs."""
-        return open_patiently(self.url, self.max_bytes, self.near, secret(), self.time_limit)
+        return open_patiently(self.url, self.max_bytes, self.near, secret(), self.time_limit, _tell)
+
+
+def _tell(text, is_over):
+    (logger.info if is_over else logger.warning)("%s", text)
 
 
 def secret():

@@ -50,11 +50,10 @@ class Transfers:
         rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
         self._parts = parts_of(vllm_config, self._groups)[rank]
         self.chunk_tokens = chunk_tokens_of(options, self._groups)
-        self._store = options.open()
-        self._threads, self._writer = Workers(FETCHES, "kvfast-fetch"), Writer(self._store)
+        self._store, self.figures = options.open(), Figures()
+        self._threads, self._writer = Workers(FETCHES, "kvfast-fetch"), Writer(self._store, self.figures)
         self._layers, self._fetches, self._failed = None, {}, set()
         self._rates, self._begin, self._is_idle = {}, 0.0, False
-        self.figures = Figures()
 
     def start_clock(self):
         """Begin to measure how long a step computes."""
@@ -158,7 +157,6 @@ class Transfers:
         if self._writer.put_missing(key_of("c", digest), value, lambda: complete(value, digest, self._secret, num_tokens)) is None:
             self.figures.add(num_dropped=1)
             return False
-        self.figures.add(bytes_written=len(value))
         return True
 
     def _measured(self, name, rate):

@@ -9,6 +9,7 @@ from cache_kinds import CENTRED, seals
 from prompt_tokens import extend, filled, holds, resembles
 
 import kvfast
+from kvfast.prompts import weights
 
 pytest.importorskip("safetensors")
 
@@ -205,3 +206,25 @@ def test_what_was_damaged_is_saved_again(tmp_path, kind):
         with pytest.warns(RuntimeWarning, match="cannot be used"):
             assert restored() < 399
         assert prompts.save(cache, ids) and restored() == 399
+
+
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_a_digest_of_files_is_of_what_they_hold_now(tmp_path, monkeypatch, is_settled):
+    """Files that were replaced under their names, also at once, and with the size and the time of those before."""
+    if is_settled:
+        monkeypatch.setattr(weights, "SETTLED", -1)
+    path, found = tmp_path / "adapter_model.safetensors", set()
+    assert weights.files_digest(tmp_path) is None
+    for i in range(20):
+        if i % 2:
+            (tmp_path / "new").write_bytes(b"%4d" % i)
+            os.replace(tmp_path / "new", path)
+        else:
+            path.write_bytes(b"%4d" % i)
+        os.utime(path, (0, 0))
+        found.add(weights.files_digest(tmp_path))
+        time.sleep(0.02 * is_settled)
+    (tmp_path / "adapter_config.json").write_text("{}")  # its scale
+    assert weights.files_digest(tmp_path) not in found and len(found) == 20
+    reads = weights._digest.cache_info().misses
+    assert weights.files_digest(path) and weights._digest.cache_info().misses == reads  # not read again, if it is settled

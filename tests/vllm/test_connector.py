@@ -10,14 +10,17 @@ import pytest
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
 from servers import Proxy, redis_server
+from vllm.lora.request import LoRARequest
 from vllm_engines import LENGTHS, answers, generate, in_engine, prompts, save_model, save_tokenizer, settle, stored, values
 from vllm_server import get, storing, stream, vllm_server
 
 from kvfast.prompts import patient
 from kvfast.prompts.envelope import HEADER_BYTES, num_tokens_of
 from kvfast.prompts.stores import open_store
+from kvfast.prompts.weights import files_digest
 from kvfast.vllm.prompts import settings
 from kvfast.vllm.prompts.figures import Figures
+from kvfast.vllm.prompts.lookups import Lookups
 from kvfast.vllm.prompts.settings import IDLE_WAIT
 from kvfast.vllm.prompts.transfers import Rates, Transfers
 
@@ -129,12 +132,40 @@ def test_what_others_have_stored_is_not_found(folder_of, tmp_path, figures, monk
 
 def test_weights_tell_models_apart(folder_of, tmp_path):
     save_model("llama", tmp_path / "same")
-    assert settings.files_digest(tmp_path / "same") == settings.files_digest(folder_of("llama"))
-    weights = tmp_path / "same" / "model.safetensors"
-    damage(weights, -1)
-    settings.files_digest.cache_clear()
-    assert settings.files_digest(tmp_path / "same") != settings.files_digest(folder_of("llama"))
-    assert settings.files_digest(tmp_path) is None
+    assert files_digest(tmp_path / "same") == files_digest(folder_of("llama"))
+    damage(tmp_path / "same" / "model.safetensors", -1)
+    assert files_digest(tmp_path / "same") != files_digest(folder_of("llama"))
+    assert files_digest(tmp_path) is None
+
+
+def test_an_adapter_that_was_replaced_is_another_one(tmp_path):
+    """Under the same path: what vLLM has loaded counts, and no block of the one before is stored."""
+    lookups = object.__new__(Lookups)
+    lookups._loaded, lookups._seen = {}, {}
+    path = tmp_path / "live"
+
+    def write(weights, scale=16):
+        path.mkdir(exist_ok=True)
+        (path / "adapter_model.safetensors").write_bytes(weights)
+        (path / "adapter_config.json").write_text(f'{{"lora_alpha": {scale}}}')
+
+    def name(number, **more):
+        return lookups._adapter(LoRARequest("live", number, str(path), **more))
+
+    def may_store(number, num_local):
+        request = SimpleNamespace(lora_request=LoRARequest("live", number, str(path)))
+        return lookups._is_of_its_adapter(SimpleNamespace(request=request, adapter=name(number), num_local=num_local))
+
+    write(b"first")
+    first = name(1)
+    assert first == name(1) == name(2) and may_store(1, 128)
+    write(b"other")
+    assert name(1) is None and name(3) not in (None, first)  # a new number is loaded anew
+    assert name(1, load_inplace=True) == name(1) == name(3)
+    assert may_store(1, 0) and not may_store(1, 128)  # which may be blocks of the first one
+    write(b"other", scale=32)
+    assert name(3) is None and name(4) not in (None, first, name(1))
+    assert Lookups._adapter(lookups, None) == ""
 
 
 @pytest.mark.parametrize(("model", "place"), [("llama", 384), ("gemma3", 640), ("lfm2", 640)])

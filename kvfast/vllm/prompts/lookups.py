@@ -1,5 +1,7 @@
 """In vLLM's scheduler: which chunks of a prompt the store has, and which are to be fetched and stored."""
 
+import json
+import os
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,8 +13,9 @@ from vllm.logger import init_logger
 from kvfast.core.workers import Workers, wait_for_any
 from kvfast.prompts.chain import Chain, key_of, part_of
 from kvfast.prompts.patient import FORGETTING
+from kvfast.prompts.weights import files_digest
 from kvfast.vllm.prompts.figures import Figures
-from kvfast.vllm.prompts.settings import IDLE_WAIT, chunk_tokens_of, files_digest, groups_of, parts_of, secret, settings_text
+from kvfast.vllm.prompts.settings import IDLE_WAIT, chunk_tokens_of, groups_of, parts_of, secret, settings_text
 
 logger = init_logger("vllm.kvfast")
 
@@ -52,7 +55,7 @@ class Known:
     """A request: its chain of digests, once its look-up has ended, and the look-up's answer: what the store has of it."""
 
     def __init__(self, request):
-        self.request, self.chain, self.answer = request, None, None
+        self.request, self.chain, self.answer, self.adapter = request, None, None, None
         self.begin, self.num_preemptions = time.monotonic(), request.num_preemptions
         self.saved = 0  # first chunks that the store has or gets
         self.is_counted = self.is_fetched = False
@@ -78,8 +81,11 @@ class Lookups:
         logger.info("kvfast keeps prompts in %s", self._store.store.url)
         self._threads = Workers(LOOKUPS, "kvfast-lookup")
         # It reads all weights of the model. Look-ups wait for it.
-        self._text = self._threads.submit(lambda: settings_text(vllm_config, kv_cache_config, options))
+        folder = os.getcwd()  # the program may change it
+        self._text = self._threads.submit(lambda: settings_text(vllm_config, kv_cache_config, options, folder))
         self._known, self._plan, self._recent = {}, Plan(), {}
+        # Digests of adapters: of what vLLM has loaded, by its number, and of all that were at a path.
+        self._loaded, self._seen = {}, {}
         self._is_idle = True
         # Tokens per second: fetched, as a worker told and as is expected now; and computed.
         self._told_rate, self._fetch_rate, self._compute_rate = 0.0, 0.0, 0.0
@@ -141,7 +147,7 @@ class Lookups:
                 continue
             # The last tokens of a step may be drafts: those of a request are known.
             complete = min(known.request.num_computed_tokens + count, known.request.num_tokens)
-            if complete // self.chunk_tokens > known.saved:
+            if complete // self.chunk_tokens > known.saved and self._is_of_its_adapter(known):
                 block_ids, here = state.get_block_ids(request_id), self._answer(known)
                 known.chain.grow(np.array(known.request.all_token_ids[:complete], np.int64), partial(_others, known.request))
                 for i in range(known.saved, complete // self.chunk_tokens):
@@ -171,11 +177,34 @@ class Lookups:
     def _look_up(self, known, token_ids):
         """Which chunks of a prompt the store has: bool of shape (parts, chunks). The last token is never fetched."""
         request = known.request
-        chain = Chain(f"{self._text.result()} {request.cache_salt or ''}", token_ids[:0], self.chunk_tokens, self._secret)
+        known.adapter = self._adapter(request.lora_request)
+        if known.adapter is None:
+            return np.zeros((len(self._parts), 0), bool)
+        text = json.dumps([self._text.result(), request.cache_salt, known.adapter])
+        chain = Chain(text, token_ids[:0], self.chunk_tokens, self._secret)
         chain.grow(token_ids, partial(_others, request))
         known.chain, count = chain, max(0, len(token_ids) - 1) // self.chunk_tokens
         keys = [key_of("c", part_of(node, part, self._secret)) for part in self._parts for node in chain.nodes[1 : count + 1]]
         return np.array(self._store.contains_many(keys, self._store.deadline()), bool).reshape(len(self._parts), count)
+
+    def _adapter(self, lora):
+        """What tells an adapter from others. None if it is not known which one vLLM has: its files were replaced, and are not loaded
+        again."""
+        if lora is None:
+            return ""
+        digest = files_digest(lora.lora_path) or lora.lora_path
+        self._seen.setdefault((lora.lora_name, lora.lora_path), set()).add(digest)
+        if lora.load_inplace:  # with each step
+            self._loaded[lora.lora_int_id] = digest
+        return f"{lora.lora_name} {digest}" if self._loaded.setdefault(lora.lora_int_id, digest) == digest else None
+
+    def _is_of_its_adapter(self, known):
+        """Whether all blocks of a request are those of the adapter with which it was looked up."""
+        lora = known.request.lora_request
+        if known.adapter != self._adapter(lora):
+            return False
+        # vLLM finds blocks by name and path of an adapter, and so those of one that was there before.
+        return lora is None or not known.num_local or len(self._seen[lora.lora_name, lora.lora_path]) == 1
 
     def _answer(self, known):
         """What a look-up that has ended found: nothing, if it failed, as for weights that cannot be read."""
@@ -232,11 +261,8 @@ class Lookups:
 
 
 def _others(request, first, last):
-    """What the tokens of a request depend on besides themselves: an adapter, and images at their places."""
+    """What some tokens of a request depend on besides themselves: images at their places."""
     found = []
-    lora = request.lora_request
-    if lora is not None:
-        found.append(f"lora {lora.lora_name} {files_digest(lora.lora_path) or lora.lora_path}")
     for one in request.mm_features or ():
         start = one.mm_position.offset
         if start < last and start + one.mm_position.length > first:

@@ -1,6 +1,5 @@
 """What the user asks for, and all that must be equal for stored bytes to be usable."""
 
-import functools
 import json
 import os
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 from kvfast.core.capabilities import minor_of
 from kvfast.core.checks import check_size
 from kvfast.files import state
-from kvfast.prompts import weights
 from kvfast.prompts.opening import open_patiently
+from kvfast.prompts.weights import files_digest
 from kvfast.vllm.formats import format_of
 from kvfast.vllm.versions import installed_version
 
@@ -23,7 +22,6 @@ logger = init_logger("vllm.kvfast")
 # Seconds to wait for a store while no request computes: the steps of an idle engine keep the interpreter from the threads that fetch.
 IDLE_WAIT = 0.005
 SECRET = "KVFAST_PROMPT_SECRET"
-files_digest = functools.lru_cache(weights.files_digest)
 
 
 @dataclass
@@ -122,28 +120,29 @@ def parts_of(vllm_config, groups):
     return [[f"{rank}, group {i}" for i in range(len(groups))] for rank in ranks]
 
 
-def settings_text(vllm_config, kv_cache_config, options):
-    """The model, the form of its blocks, and what wrote them."""
+def settings_text(vllm_config, kv_cache_config, options, folder):
+    """The model, the form of its blocks, and what wrote them. Relative paths are in `folder`."""
     specs = [one.kv_cache_spec for one in kv_cache_config.kv_cache_groups]
     # vLLM's own layouts depend on the processor, those of kvfast do not.
     own = [torch.backends.cpu.get_cpu_capability() for spec in specs if format_of(spec) is None]
-    model = model_name(vllm_config) if options.model is None else options.model
+    groups = [[repr(one.kv_cache_spec), len(one.layer_names)] for one in kv_cache_config.kv_cache_groups]  # with the layers of drafts
+    model = model_name(vllm_config, folder) if options.model is None else options.model
     version, dtype = minor_of(installed_version()), vllm_config.cache_config.cache_dtype
-    return json.dumps(["vllm", version, state.VERSION, model, dtype, [repr(one) for one in specs], own])
+    return json.dumps(["vllm", version, state.VERSION, model, dtype, groups, own])
 
 
-def model_name(vllm_config):
-    """What tells the weights of a model from others: its configuration, and a digest of its files, or their revision."""
-    model = vllm_config.model_config
+def model_name(vllm_config, folder):
+    """What tells the weights of a model from others, and those of the model that drafts for it."""
+    models = [vllm_config.model_config]
+    if vllm_config.speculative_config is not None:
+        models.append(vllm_config.speculative_config.draft_model_config)
+    load_format = str(vllm_config.load_config.load_format)
+    named = [load_format, *(_model_name(one, folder) for one in models if one is not None)]
+    return json.dumps(named, sort_keys=True, default=str)
+
+
+def _model_name(model, folder):
+    """A model's configuration, and a digest of its files, or their revision."""
     config = {name: value for name, value in model.hf_config.to_dict().items() if name[0] != "_" and name != "transformers_version"}
-    return json.dumps(
-        [
-            config,
-            str(model.dtype),
-            str(model.quantization),
-            str(vllm_config.load_config.load_format),
-            files_digest(model.model) or [model.model, model.revision, getattr(model.hf_config, "_commit_hash", None)],
-        ],
-        sort_keys=True,
-        default=str,
-    )
+    revision = [model.model, model.revision, getattr(model.hf_config, "_commit_hash", None)]
+    return [config, str(model.dtype), str(model.quantization), files_digest(os.path.join(folder, model.model)) or revision]

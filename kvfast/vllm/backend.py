@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.forward_context import is_forward_context_available
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
@@ -23,6 +24,8 @@ from kvfast.vllm.memory import GroupMemory, arrays_of
 from kvfast.vllm.registration import CONNECTOR
 
 logger = init_logger("vllm.kvfast")
+
+SLOTS_ALONE = "dflash", "dspark"  # drafts that store keys and values between steps
 
 
 class KVFastBackend(CPUAttentionBackend):
@@ -134,6 +137,14 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 f"kv_cache_dtype={cache.cache_dtype} keeps some tokens as floats outside vLLM's blocks, which vLLM would not copy with the "
                 f"first tokens of a block: choose int8_per_token_head, or leave prefix_match_unit={cache.prefix_match_unit} out"
             )
+        drafts = vllm_config.speculative_config
+        is_like_drafts = drafts is not None and getattr(drafts, "kv_cache_dtype", None) in (None, cache.cache_dtype)
+        if fmt.num_first_float_tokens and is_like_drafts and drafts.method in SLOTS_ALONE:
+            raise ValueError(
+                f"kv_cache_dtype={cache.cache_dtype} keeps some tokens as floats outside vLLM's blocks, and {drafts.method} does not say "
+                "which tokens it stores: choose another, or one for the drafts: "
+                '--speculative-config \'{"kv_cache_dtype": "int8_per_token_head", ...}\''
+            )
         if fmt.num_first_float_tokens:
             logger.warning_once(
                 "kv_cache_dtype=%s reads the tokens of a step as floats, and those of earlier steps and of the prefix cache as codes: the "
@@ -228,8 +239,7 @@ class KVFastImpl(CPUAttentionBackendImpl):
         n = slot_mapping.shape[0]
         if key.shape[0] != n:
             key, value = key[:n], value[:n]
-        batch = self.memory.batch_of(get_attention_context(layer.layer_name)[0])
-        append = self.memory.pool.append_batch
+        batch, append = self._place_of(layer, slot_mapping.numpy()), self.memory.pool.append_batch
         try:
             append(self.number, key, value, batch)
         except NonFiniteInputError as error:
@@ -237,6 +247,13 @@ class KVFastImpl(CPUAttentionBackendImpl):
                 "kvfast stores zeros for keys and values that are not finite; the texts they belong to are wrong: %s", error
             )
             append(self.number, key, value, batch, zero_nonfinite=True)
+
+    def _place_of(self, layer, slots):
+        """Where keys and values go: to the batch of the step, if it has these slots and all layers share their check. DFlash writes
+        between steps, where slots are all there is."""
+        metadata = get_attention_context(layer.layer_name)[0] if is_forward_context_available() else None
+        has_them = metadata is not None and (self.memory.pool.first_float_rows_nbytes or np.array_equal(metadata.slots, slots))
+        return self.memory.batch_of(metadata) if has_them else slots
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         if not isinstance(attn_metadata, KVFastMetadata):

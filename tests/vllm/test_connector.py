@@ -11,6 +11,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
 from servers import Proxy, redis_server
 from vllm.lora.request import LoRARequest
+from vllm_drafts import save_drafts
 from vllm_engines import LENGTHS, answers, generate, in_engine, prompts, save_model, save_tokenizer, settle, stored, values
 from vllm_server import get, storing, stream, vllm_server
 
@@ -189,6 +190,22 @@ def test_what_the_store_has_lost_is_computed(folder_of, tmp_path, figures, model
     seen = []
     in_engine(folder_of(model), use, kv_transfer_config=stored(tmp_path), **options)
     assert seen == [0, 1, 1]
+
+
+def test_drafts_have_values_of_their_own(folder_of, tmp_path, figures):
+    """The layers of another model are parts of a chunk: engines with it and without do not take each other's chunks for damaged."""
+    given, options = prompts((400,)), {"kv_cache_dtype": "int8_per_token_head"}
+    config = save_drafts("eagle", folder_of("llama"), tmp_path)
+    for more, restored in (({}, 0), ({"speculative_config": config}, 0), ({}, 384), ({"speculative_config": config}, 384)):
+        figures.clear()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "a value")
+            answers(folder_of("llama"), tmp_path / "store", given, **options, **more)
+        assert figures["num_restored_tokens"] == restored and not figures["num_failures"]
+    damage(tmp_path / "eagle" / "model.safetensors", -1)
+    figures.clear()
+    answers(folder_of("llama"), tmp_path / "store", given, **options, speculative_config=config)
+    assert figures["num_restored_tokens"] == 0
 
 
 def damage(path, at):

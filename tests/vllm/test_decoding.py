@@ -8,6 +8,7 @@ import torch
 import transformers
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import BeamSearchParams
+from vllm_drafts import save_drafts, save_own_drafts
 from vllm_engines import SMALL, generate, in_engine, layers_of, save_model, save_tokenizer
 
 # vLLM and PyTorch use parts of each other that are deprecated.
@@ -69,6 +70,47 @@ def test_drafts_of_another_model(folder, tmp_path, monkeypatch):
     ]
     assert drafted == plain
     assert many > few
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle", "eagle3", "mtp"])
+def test_drafts_of_each_kind(folder, tmp_path, monkeypatch, kind):
+    """Those of vLLM's own cache. `mtp` drafts by a layer of the model, with latent rows. For n-grams see `test_engine.py`."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    target, options = folder, {}
+    if kind == "mtp":
+        target = tmp_path
+        # vLLM's own operator for the interleaved rotation of DeepSeek is wrong on CPUs.
+        options["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    config = save_own_drafts(target) if kind == "mtp" else save_drafts(kind, folder, tmp_path)
+    drafts, forward = [], RejectionSampler.forward
+
+    def counted(self, metadata, *args, **options):
+        drafts[-1] += metadata.draft_token_ids.tolist()
+        return forward(self, metadata, *args, **options)
+
+    monkeypatch.setattr(RejectionSampler, "forward", counted)
+
+    def use(llm):
+        drafts.append([])
+        return generate(llm, PROMPTS, 16)
+
+    own, kvfast = with_both(monkeypatch, target, use, speculative_config=config, **options)
+    assert own == kvfast and drafts[0] == drafts[1] and len(drafts[0]) >= 15 * len(PROMPTS)
+
+
+def test_dflash_stores_by_slots_alone(folder, tmp_path):
+    """Between two steps, where no batch is known."""
+    dflash = save_drafts("dflash", folder, tmp_path)
+
+    def texts(dtype, **more):
+        return in_engine(folder, lambda llm: generate(llm, PROMPTS, 16), kv_cache_dtype=dtype, **more)
+
+    assert texts("int8_per_token_head", speculative_config=dflash) == texts("int8_per_token_head")
+    with pytest.raises(ValueError, match="dflash does not say which tokens it stores: choose another, or one for the drafts"):
+        texts("int4_per_token_head", speculative_config=dflash)
+    with_int8 = dflash | {"kv_cache_dtype": "int8_per_token_head"}
+    assert texts("int4_per_token_head", speculative_config=with_int8) == texts("int4_per_token_head")
 
 
 def test_encoders_are_left_to_vllm(tmp_path, monkeypatch):

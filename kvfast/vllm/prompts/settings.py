@@ -134,10 +134,10 @@ def settings_text(vllm_config, kv_cache_config, options, folder):
 def model_name(vllm_config, folder):
     """What tells the weights of a model from others, and those of the model that drafts for it."""
     models = [vllm_config.model_config]
-    if vllm_config.speculative_config is not None:
-        models.append(vllm_config.speculative_config.draft_model_config)
-    load_format = str(vllm_config.load_config.load_format)
-    named = [load_format, *(_model_name(one, folder) for one in models if one is not None)]
+    drafts = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if drafts is not None and drafts.model != models[0].model:
+        models.append(drafts)
+    named = [str(vllm_config.load_config.load_format), *(_model_name(one, folder) for one in models)]
     return json.dumps(named, sort_keys=True, default=str)
 
 

@@ -127,6 +127,10 @@ class GGUFFile:
         """Whether the metadata has `key`."""
         return key in self._fields
 
+    def keys(self, prefix):
+        """The keys of the metadata that begin with `prefix`, sorted."""
+        return sorted(key for key in self._fields if key.startswith(prefix))
+
     def get(self, key, default=None):
         """The metadata value of `key`: a number, a bool, a str or a list of one of them."""
         if key not in self._fields:

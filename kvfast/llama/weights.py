@@ -17,6 +17,17 @@ from kvfast.interop.gguf_file import GGUFFile, ModelFileError
 # Architecture -> whether the GGUF converter interleaved the rotary halves of the Q and K rows.
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 
+# Keys of the metadata. The last two change nothing where rotations are scaled linearly.
+ROPE_SETTINGS = (
+    "dimension_count",
+    "freq_base",
+    "scale_linear",
+    "scaling.type",
+    "scaling.factor",
+    "scaling.original_context_length",
+    "scaling.finetuned",
+)
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -192,15 +203,20 @@ def _read_layer(tensors, config, prefix):
 
 def _rope_frequencies(tensors, config):
     """Radians per position of each rotated pair, (rope_dims // 2,) float64."""
-    file, arch = tensors.file, config.architecture
-    base = file.number(f"{arch}.rope.freq_base", 10000.0)
+    file, rope = tensors.file, f"{config.architecture}.rope."
+    unknown = [key for key in file.keys(rope) if key.removeprefix(rope) not in ROPE_SETTINGS]
+    if unknown:
+        known = ", ".join(rope + one for one in ROPE_SETTINGS)
+        raise ModelFileError(f"{file.path}: no use known for {', '.join(unknown)}; known: {known}")
+    base = file.number(f"{rope}freq_base", 10000.0)
     frequencies = base ** (-np.arange(0, config.rope_dims, 2) / config.rope_dims)
     # Llama 3 stretches long wavelengths by a factor per pair.
     if "rope_freqs.weight" in tensors:
         frequencies = frequencies / tensors.read("rope_freqs.weight", config.rope_dims // 2)
-    scaling = file.text(f"{arch}.rope.scaling.type", "none")
+    # As in llama.cpp: a factor without a type scales linearly, and older files have it under another name.
+    scaling = file.text(f"{rope}scaling.type", "linear")
     if scaling == "linear":
-        frequencies = frequencies / file.number(f"{arch}.rope.scaling.factor")
+        frequencies = frequencies / file.number(f"{rope}scaling.factor", file.number(f"{rope}scale_linear", 1.0))
     elif scaling != "none":
         raise ModelFileError(f"{file.path}: unsupported RoPE scaling {shown(scaling)}; supported: none, linear")
     return frequencies

@@ -95,12 +95,24 @@ def test_logits_equal_float64_oracle(tmp_path, arch, options):
     assert relative_error(logits, expected) < 1e-5
 
 
-def test_linear_rope_scaling(tmp_path):
-    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    tiny["write_model"](tmp_path / "scaled.gguf", metadata=metadata)
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, 4),
+        ({"scaling.factor": 4.0, "scaling.original_context_length": 64, "scaling.finetuned": True}, 4),
+        ({"scale_linear": 4.0}, 4),
+        ({"scaling.type": "linear", "scale_linear": 4.0}, 4),
+        ({"scaling.factor": 2.0, "scale_linear": 4.0}, 2),
+        ({"scaling.type": "none", "scaling.factor": 4.0, "scale_linear": 4.0}, 1),
+        ({"scaling.type": "linear"}, 1),
+    ],
+)
+def test_linear_rope_scaling(tmp_path, settings, factor):
+    """As llama.cpp reads it: also without a type, and under the name of older files."""
+    tiny["write_model"](tmp_path / "scaled.gguf", metadata={f"llama.rope.{name}": value for name, value in settings.items()})
     tiny["write_model"](tmp_path / "plain.gguf")
     scaled, plain = (llama.LlamaModel.from_gguf(tmp_path / f"{name}.gguf") for name in ("scaled", "plain"))
-    np.testing.assert_allclose(scaled.weights.rope_frequencies, plain.weights.rope_frequencies / 4)
+    np.testing.assert_allclose(scaled.weights.rope_frequencies, plain.weights.rope_frequencies / factor)
 
 
 @pytest.mark.model
@@ -238,6 +250,8 @@ def test_absurd_lengths_do_not_hang(tmp_path):
         ({"metadata": {"llama.attention.value_length": 8}}, "different width"),
         ({"metadata": {"llama.rope.dimension_count": 7}}, "cannot rotate 7 of 12"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "unsupported RoPE scaling 'yarn'"),
+        ({"metadata": {"llama.rope.scale_linear": -4.0}}, "llama.rope.scale_linear must be above 0, got -4.0"),
+        ({"metadata": {"llama.rope.scaling.attn_factor": 0.5}}, "no use known for llama.rope.scaling.attn_factor"),
         ({"metadata": {"tokenizer.ggml.model": "t5"}}, "unsupported tokenizer 't5'"),
         ({"metadata": {"tokenizer.ggml.pre": "viking"}}, "unsupported pre-tokenizer 'viking'"),
         ({"metadata": {"tokenizer.ggml.merges": ["x yz"]}}, "tokenizer is damaged"),

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout, SlidingWindowSpec
 from kvfast import NonFiniteInputError, PagedKVCache
 from kvfast.planning.key_bias import key_bias_note
 from kvfast.vllm import trial, versions
-from kvfast.vllm.formats import NAMES, Directions, block_sizes, block_sizes_of_all, content_bytes, format_of
+from kvfast.vllm.formats import MODES, NAMES, Directions, block_sizes, block_sizes_of_all, content_bytes, format_of
 from kvfast.vllm.hybrids import Hybrids, finer, interleaved, layers_of_block
 from kvfast.vllm.memory import GroupMemory, arrays_of
 from kvfast.vllm.registration import CONNECTOR
@@ -118,6 +118,11 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         fmt = format_of(kv_cache_spec)
         if fmt is None:
             self._memory = None
+            if kv_cache_spec.kv_quant_mode in MODES:
+                raise ValueError(
+                    f"kvfast leaves {type(kv_cache_spec).__name__} of this model to vLLM's own backend, which has no "
+                    f"kv_cache_dtype={vllm_config.cache_config.cache_dtype}: choose auto or fp8"
+                )
             logger.warning_once(
                 "kvfast leaves %s with kv_cache_dtype=%s to vLLM's own backend",
                 type(kv_cache_spec).__name__,
@@ -227,7 +232,8 @@ class KVFastImpl(CPUAttentionBackendImpl):
                 f"another, or vLLM {versions.tested_text()}, which kvfast was tested with"
             )
         config = Hybrids.config = get_current_vllm_config()
-        if config.attention_config.use_non_causal or config.diffusion_config is not None:
+        # Only a layer with a window says so: the drafts of DFlash may lack windows where their model has some.
+        if self.sliding_window >= 0 and (config.attention_config.use_non_causal or config.diffusion_config is not None):
             Directions.sees_later_tokens = True
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):

@@ -30,12 +30,12 @@ def save_drafts(kind, target, folder):
         more = {"midlayer.hidden_norm.weight": ones, "norm.weight": ones.clone(), "fc.weight": torch.randn(size, 3 * size) * 0.1}
         draft |= more | {"lm_head.weight": tensors["lm_head.weight"]}
     else:
-        config = transformers.Qwen3Config(**SMALL | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}).to_dict()
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL | {"num_hidden_layers": 1}))
         places = {"target_layer_ids": [0, 2], "mask_token_id": SMALL["vocab_size"] - 1}
-        config |= {"architectures": ["DFlashDraftModel"], "block_size": 4, "num_target_layers": 4, "dflash_config": places}
-        norms = {f"layers.0.self_attn.{name}_norm.weight": torch.ones(SMALL["head_dim"]) for name in "qk"}
-        more = {"norm.weight": ones, "hidden_norm.weight": ones.clone(), "fc.weight": torch.randn(size, 2 * size) * 0.1}
-        draft = layers | norms | more
+        more = {"architectures": ["DFlashDraftModel"], "block_size": 4, "num_target_layers": 4, "dflash_config": places}
+        config = model.config.to_dict() | more
+        draft = {name: one for name, one in model.model.state_dict().items() if not name.startswith("embed_tokens")}
+        draft |= {"hidden_norm.weight": ones, "fc.weight": torch.randn(size, 2 * size) * 0.1}
     folder.mkdir()
     save_file({name: one.contiguous() for name, one in draft.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

@@ -11,6 +11,8 @@ from vllm.sampling_params import BeamSearchParams
 from vllm_drafts import save_drafts, save_own_drafts
 from vllm_engines import SMALL, generate, in_engine, layers_of, save_model, save_tokenizer
 
+from kvfast.vllm import formats
+
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -72,17 +74,18 @@ def test_drafts_of_another_model(folder, tmp_path, monkeypatch):
     assert many > few
 
 
-@pytest.mark.parametrize("kind", ["dflash", "eagle", "eagle3", "mtp"])
-def test_drafts_of_each_kind(folder, tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("kind", "model"), [("dflash", "llama"), ("dflash", "gpt_oss"), ("eagle", "llama"), ("eagle3", "llama"), ("mtp", None)]
+)
+def test_drafts_of_each_kind(folder_of, tmp_path, monkeypatch, kind, model):
     """Those of vLLM's own cache. `mtp` drafts by a layer of the model, with latent rows. For n-grams see `test_engine.py`."""
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-    target, options = folder, {}
+    target, options = tmp_path if model is None else folder_of(model), {}
     if kind == "mtp":
-        target = tmp_path
         # vLLM's own operator for the interleaved rotation of DeepSeek is wrong on CPUs.
         options["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    config = save_own_drafts(target) if kind == "mtp" else save_drafts(kind, folder, tmp_path)
+    config = save_own_drafts(target) if kind == "mtp" else save_drafts(kind, target, tmp_path)
     drafts, forward = [], RejectionSampler.forward
 
     def counted(self, metadata, *args, **options):
@@ -93,14 +96,18 @@ def test_drafts_of_each_kind(folder, tmp_path, monkeypatch, kind):
 
     def use(llm):
         drafts.append([])
+        carried.append(is_carried(llm))
         return generate(llm, PROMPTS, 16)
 
+    carried = []
     own, kvfast = with_both(monkeypatch, target, use, speculative_config=config, **options)
     assert own == kvfast and drafts[0] == drafts[1] and len(drafts[0]) >= 15 * len(PROMPTS)
+    assert model is None or carried == [{False}, {True}]  # windows, too
 
 
-def test_dflash_stores_by_slots_alone(folder, tmp_path):
-    """Between two steps, where no batch is known."""
+def test_dflash_stores_by_slots_alone(folder, folder_of, tmp_path, monkeypatch):
+    """Between two steps, where no batch is known. In Mistral, whose window its drafts have, too, it sees later tokens."""
+    monkeypatch.setattr(formats.Directions, "sees_later_tokens", False)  # as it is again after this test
     dflash = save_drafts("dflash", folder, tmp_path)
 
     def texts(dtype, **more):
@@ -109,6 +116,8 @@ def test_dflash_stores_by_slots_alone(folder, tmp_path):
     assert texts("int8_per_token_head", speculative_config=dflash) == texts("int8_per_token_head")
     with pytest.raises(ValueError, match="dflash does not say which tokens it stores: choose another, or one for the drafts"):
         texts("int4_per_token_head", speculative_config=dflash)
+    with pytest.raises(ValueError, match="vLLM's own backend, which has no kv_cache_dtype=int8_per_token_head"):
+        in_engine(folder_of("mistral"), print, kv_cache_dtype="int8_per_token_head", speculative_config=dflash)
     with_int8 = dflash | {"kv_cache_dtype": "int8_per_token_head"}
     assert texts("int4_per_token_head", speculative_config=with_int8) == texts("int4_per_token_head")
 

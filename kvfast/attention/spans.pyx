@@ -26,7 +26,7 @@ cdef Py_ssize_t _next_patch(const kv_layout *layout, const kv_context *context, 
     end. `end` if there is none."""
     cdef Py_ssize_t index = position >> layout.block_shift, begin
     stop[0] = end
-    if layout.kept_codes == NULL or layout.num_patched[0] == 0:
+    if layout.kept_codes == NULL or layout.num_patched == 0:
         return end
     while index << layout.block_shift < end:
         if index < context.sink_blocks or index >= context.sink_blocks + context.skipped:

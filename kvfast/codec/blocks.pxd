@@ -37,7 +37,7 @@ ctypedef void (*kv_decode)(const kv_kernels *kernels, const void *codes, const k
 #
 # Tokens may also have float rows, float16 if the side is integers. They lie in pieces of KV_PIECE tokens, which are the
 # blocks of a layout of their own. The first `float_tokens` of a sequence always have float rows. With `seals` all tokens have
-# them until `open_tokens` tokens follow their block. Float rows are in the basis of the codes. A sealed block is
+# them until `open_tokens` tokens follow their block. Float rows are in the basis of the codes. A sealed block of a layer is
 # patched if it was cut and then got tokens that do not fit its statistics: the tokens before keep their codes, and the new
 # ones keep their float rows.
 ctypedef struct kv_layout:
@@ -52,11 +52,12 @@ ctypedef struct kv_layout:
     bint latent                # rows are keys and values at once, on the K side; their rotary part is on the V side
     bint seals                 # blocks are sealed: encoded when they are full
     Py_ssize_t open_tokens     # with `seals`: tokens that follow a block before it is read as codes
+    int rule                   # number of `open_tokens` among the `rules` of a pool; -1 without `seals`
     int float_tokens
     const kv_layout *floats    # NULL: no token of this layer has float rows
     const int32_t *float_of    # (num_blocks, block_size / KV_PIECE) piece of each KV_PIECE tokens of a block, or -1
     const int16_t *kept_codes  # (num_blocks,) as in FloatRows, or NULL
-    const Py_ssize_t *num_patched  # number of patched blocks, as kept_codes marks them
+    Py_ssize_t num_patched     # number of patched blocks, as kept_codes marks them
     kv_decode decode           # NULL: rows are read where they lie. Else there are no blocks, and attention decodes tile by tile
     const void *k_codes        # what `decode` reads
     const void *v_codes

@@ -24,29 +24,21 @@ ctypedef struct kv_decode:
     float *out                 # (tokens, heads, head_dim)
 
 
-cdef int restore_floats(const kv_layout *layouts, Py_ssize_t num_layers, int32_t block, bint at_start,
-                        Py_ssize_t num_tokens) except -1:
+cdef void restore_floats(const kv_layout *layout, int32_t block, bint at_start, Py_ssize_t num_tokens) noexcept nogil:
     """Decode the first `num_tokens` tokens of a block to float rows. With `at_start` the first `float_tokens` have theirs
     already."""
     cdef const kv_kernels *kernels = active()
-    cdef const kv_layout *layout
-    cdef Py_ssize_t layer, head, offset
-    cdef int k_floats, v_floats
+    cdef Py_ssize_t head, offset
+    cdef int k_floats = float_dtype_of(layout, False), v_floats = float_dtype_of(layout, True)
     cdef float row[KV_MAX_HEAD_DIM]
-    for layer in range(num_layers):
-        layout = layouts + layer
-        if not layout.seals:
-            continue
-        k_floats, v_floats = float_dtype_of(layout, False), float_dtype_of(layout, True)
-        for head in range(layout.num_kv_heads):
-            for offset in range(layout.float_tokens if at_start else 0, num_tokens):
-                kernels.decode_k(&layout.k, k_block_at(layout, block, head), <int>offset, row)
-                _clip(row, layout.k.head_dim, dtype_limit(k_floats))
-                kernels.from_float[k_floats](row, layout.k.head_dim, float_row_at(layout, block, offset, head, False))
-                kernels.decode_v(&layout.v, v_block_at(layout, block, head), <int>offset, row)
-                _clip(row, layout.v.head_dim, dtype_limit(v_floats))
-                kernels.from_float[v_floats](row, layout.v.head_dim, float_row_at(layout, block, offset, head, True))
-    return 0
+    for head in range(layout.num_kv_heads):
+        for offset in range(layout.float_tokens if at_start else 0, num_tokens):
+            kernels.decode_k(&layout.k, k_block_at(layout, block, head), <int>offset, row)
+            _clip(row, layout.k.head_dim, dtype_limit(k_floats))
+            kernels.from_float[k_floats](row, layout.k.head_dim, float_row_at(layout, block, offset, head, False))
+            kernels.decode_v(&layout.v, v_block_at(layout, block, head), <int>offset, row)
+            _clip(row, layout.v.head_dim, dtype_limit(v_floats))
+            kernels.from_float[v_floats](row, layout.v.head_dim, float_row_at(layout, block, offset, head, True))
 
 
 cdef void _clip(float *row, Py_ssize_t dim, float limit) noexcept nogil:

@@ -23,21 +23,22 @@ ctypedef struct kv_seal:
     Py_ssize_t num_layers
     const int32_t *blocks
     bint at_start              # the first block is the first of its sequence
-    const int16_t *kept_codes
     const int16_t *written     # or NULL
-    uint8_t *unfit
+    int rule
+    uint8_t *unfit             # (blocks, layers)
     float *rows                # (threads, elements) rows of one head of a block
     Py_ssize_t elements        # floats of a thread's rows
     void **rooms               # (threads,) of kernels
 
 
 cdef int seal_blocks(const kv_layout *layouts, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
-                     bint at_start, const int16_t *kept_codes, uint8_t *unfit, const int16_t *written) except -1:
+                     bint at_start, uint8_t *unfit, const int16_t *written, int rule) except -1:
     """Seal blocks whose tokens all have float rows. With `at_start` the first block is the first of its sequence. If `written` is
-    not NULL, only the first written[b] tokens of block b, at least one, need them: the codes of the others must not be read.
+    not NULL, only the first written[b] tokens of block b, at least one, need them: the codes of the others must not be read. Only
+    layers with this `rule` seal, or all with -1.
 
-    The first abs(kept_codes[b]) tokens of block b keep their codes, and the block keeps its statistics. unfit[i] is set if
-    the other tokens of the i-th block do not fit these statistics; their codes must not be read then.
+    In each layer, the first abs(kept_codes[b]) tokens of block b keep their codes, and the block keeps its statistics. unfit[i, l]
+    is set if the other tokens of the i-th block do not fit these statistics in layer l; their codes must not be read then.
     """
     cdef Py_ssize_t elements = <Py_ssize_t>max(layouts.k.padded_dim, layouts.v.padded_dim) * layouts.k.block_size
     cdef Py_ssize_t tasks = num_blocks * num_layers * layouts.num_kv_heads, nbytes
@@ -46,7 +47,7 @@ cdef int seal_blocks(const kv_layout *layouts, Py_ssize_t num_layers, const int3
     cdef int i
     gather(&team, None, <double>tasks * elements * 8)
     call.kernels, call.layouts, call.num_layers, call.blocks, call.at_start = active(), layouts, num_layers, blocks, at_start
-    call.kept_codes, call.unfit, call.elements, call.written = kept_codes, unfit, elements, written
+    call.unfit, call.elements, call.written, call.rule = unfit, elements, written, rule
     nbytes = team.threads * elements * sizeof(float)
     call.rows, call.rooms = <float *>malloc(nbytes), <void **>malloc(team.threads * sizeof(void *))
     if call.rows == NULL or call.rooms == NULL or not take_scratch(call.rooms, team.threads):
@@ -74,15 +75,16 @@ cdef int _seal(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noex
     cdef int32_t block = call.blocks[i]
     cdef bint at_start = call.at_start and i == 0
     cdef Py_ssize_t v_dim = layout.v.head_dim
-    cdef int size = layout.k.block_size, good = abs(call.kept_codes[block])
+    cdef int size = layout.k.block_size, good
     cdef Py_ssize_t last = size - 1 if call.written == NULL else call.written[block] - 1
     cdef float *rows = call.rows + thread * call.elements
-    if not layout.seals:
+    if not layout.seals or call.rule >= 0 and layout.rule != call.rule:
         return 0
+    good = abs(layout.kept_codes[block])
     _load(call.kernels, layout, block, head, at_start, last, False, rows)
     if not call.kernels.seal_k(&layout.k, k_block_at(layout, block, head), rows, layout.k.head_dim, good,
                                <kv_room *>call.rooms[thread]):
-        kv_set(call.unfit + i)
+        kv_set(call.unfit + index // heads)
     _load(call.kernels, layout, block, head, at_start, last, True, rows)
     call.kernels.encode_v(&layout.v, v_block_at(layout, block, head), good, rows + good * v_dim, v_dim, size - good)
     return 0

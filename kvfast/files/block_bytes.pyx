@@ -1,5 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The bytes of a sequence in the layout of arrays and files: full blocks head by head, the blocks after them, and float rows."""
+import numpy as np
+
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
@@ -13,7 +15,7 @@ from kvfast.storage.memory.float_rows cimport FloatRows
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
-from kvfast.storage.tables.copying cimport clone_table, copy_slots
+from kvfast.storage.tables.copying cimport clone_table, copy_slots, slots_with_codes
 from kvfast.storage.tables.ring_table cimport RingTable
 
 
@@ -26,19 +28,13 @@ cdef Py_ssize_t num_full_blocks(BlockTable table) noexcept:
     """Number of blocks of the table that are full of codes in all layers."""
     cdef Py_ssize_t slots = table.num_slots()
     if table.pool.seals:
-        slots = min(slots, table.states.codes_end(table.length) - table.map.skipped * table.pool.block_size)
+        slots = min(slots, table.length - table.map.skipped * table.pool.block_size)
     return slots // table.pool.block_size
 
 
-cdef Py_ssize_t _slots_with_codes(BlockTable table) noexcept:
-    return table.states.slots_with_codes(table.length, table.longest())
-
-
-cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) noexcept:
+cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) except -1:
     """Number of blocks after the full ones in which the layer has codes."""
-    cdef Py_ssize_t slots = table.num_slots()
-    if table.pool.layouts[layer].seals:
-        slots = min(slots, _slots_with_codes(table))
+    cdef Py_ssize_t slots = table.states.slots_with_codes(layer, table.length, table.longest())
     return (slots + table.pool.block_size - 1) // table.pool.block_size - num_full_blocks(table)
 
 
@@ -64,7 +60,7 @@ cdef BlockTable _tail(BlockTable table):
     other = BlockTable(table.pool.exact((rest + table.pool.block_size - 1) // table.pool.block_size))
     other.open(other.pool.num_blocks)
     copy_slots(table.pool.layouts, table.map.blocks + full, other.pool.layouts, other.map.blocks, table.pool.num_layers, rest,
-               _slots_with_codes(table) - first, True)
+               np.asarray(slots_with_codes(table)) - first, True)
     return other
 
 
@@ -81,8 +77,9 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     result = []
     if layout.floats == NULL:
         return result
-    begin = {index: index * size + kept_codes for index, kept_codes in table.states.patches(table.length, longest)
-             if index * size < table.states.floats_begin}
+    cdef Py_ssize_t floats_begin = table.states.begins[layer]
+    begin = {index: index * size + kept_codes for index, kept_codes in table.states.patches(layer, table.length, longest)
+             if index * size < floats_begin}
     for position in table.pieces():
         for head in range(floats.pieces.num_kv_heads):
             piece = floats.pieces.bytes_of_head(layer, floats.float_of[table.map.slot(position) // KV_PIECE], 1, head, values)[0]
@@ -91,7 +88,7 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
                 first = max(layout.float_tokens - position, <Py_ssize_t>0)
                 last = KV_PIECE
                 if layout.seals:
-                    last = max(begin.get(position // size, table.states.floats_begin) - position, <Py_ssize_t>0)
+                    last = max(begin.get(position // size, floats_begin) - position, <Py_ssize_t>0)
                 piece[first * row_bytes:max(first, last) * row_bytes] = 0
                 piece[min(longest - position, KV_PIECE) * row_bytes:] = 0
             result.append(piece)
@@ -115,7 +112,7 @@ cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict state):
     cdef BlockTable other = table.empty(table.pool)
     other.check_resume_state(length, state)
     other.set_resume_state(length, state)
-    other.states.kept_codes, other.states.patched = state.get("kept_codes", 0), state.get("patches", [])
+    other.states.planned = other.states.saved_layers(state)
     return other
 
 
@@ -129,8 +126,7 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1
         pool.first_blocks = min(pool.first_blocks, max(4 * count, <Py_ssize_t>8))
     table.open(count)
     table.set_resume_state(length, state)
-    table.states.set_kept_codes(state.get("kept_codes", 0))
-    table.states.set_patches(state.get("patches", []))
+    table.states.set_codes(table.states.saved_layers(state))
     for position in table.pieces():
         slot = table.map.slot(position)
         pool.floats.add(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + KV_PIECE)

@@ -43,11 +43,10 @@ def count_chunk_blocks(SequenceStorage storage):
     try:
         for table in _tables(storage):
             count = min(count, num_full_blocks(table))
-            if table.pool.floats is not None and table.pool.floats.num_patched:
-                for i in range(count):
-                    if table.knowable_block(i) < 0:
-                        count = i
-                        break
+            for i in range(count if table.pool.seals else 0):
+                if table.knowable_block(i) < 0:
+                    count = i
+                    break
     finally:
         storage.leave_reading()
     return count
@@ -200,7 +199,7 @@ cdef int _extend(SequenceStorage storage, Py_ssize_t length) except -1:
             table.pool.floats.pieces.ensure(1)
     for table in storage.tables:
         if table.pool.seals:
-            table.states.floats_begin = length
+            table.states.raise_to(length)
         begins = table.map.count == 0 and count > 0
         table.map.extend(count)
         if begins and table.pool.has_sinks:

@@ -184,14 +184,16 @@ SETTINGS = chosen(
     },
 )
 
-# What is left of the tokens of a block table; see `TokenStates.resume_state`.
+# What is left of the tokens of a block table; see `BlockTable.resume_state` and `TokenStates.saved`.
+_LAYER = {"floats_begin": TOKENS, "kept_codes": TOKENS, "patches_": list_of(list_of(TOKENS, 2, 2), 0, MAX_TOKENS)}
 TABLES = list_of(
     fields(
         skipped_blocks=TOKENS,
         evicted_tokens_=TOKENS,
         floats_begin_=TOKENS,
         kept_codes_=TOKENS,
-        patches_=list_of(list_of(TOKENS, 2, 2), 0, MAX_TOKENS),
+        patches_=_LAYER["patches_"],
+        layers_=list_of(fields(**_LAYER), 2),
     ),
     1,
 )

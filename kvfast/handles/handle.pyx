@@ -143,7 +143,7 @@ cdef bint have_shape_of(const kv_layout *layout, const kv_rows *k, const kv_rows
 cdef bint next_slots(BlockTable table, Py_ssize_t layer, Py_ssize_t n, int64_t *slots) noexcept nogil:
     """The slots of a sequence's next tokens; False if Python must make some of them writable first."""
     cdef Py_ssize_t first = table.lengths[layer], i
-    if n and not table.is_writable(first, first + n):
+    if n and not table.is_writable(layer, first, first + n):
         return False
     for i in range(n):
         slots[i] = table.map.slot(first + i)

@@ -415,3 +415,21 @@ def test_what_a_scheduler_may_not_do(rng):
     windowed = kvfast.PagedKVCache(1, HEADS, DIM, 24, dtype="int4", sliding_window=100)
     with pytest.raises(ValueError, match="without a window"):
         windowed.prepare_batch(**tables, slot_mapping=slots)
+
+
+def test_layers_of_different_rules_are_as_in_pools_of_their_own(rng):
+    """A sequence that goes back to a block's first token finds the block before it as its layer's own format left it: of int4 with codes
+    alone, where int2 has its floats yet."""
+    forms, size = ["int4", "int2", "int8"], 64
+    pools = [kvfast.PagedKVCache(len(one), HEADS, DIM, 8, size, one) for one in (forms, *([form] for form in forms))]
+    table, length = np.arange(8, dtype=np.int32)[None], 0
+    for back, n in ((0, 200), (0, 1), (128, 30), (158, 60), (192, 1), (64, 5), (69, 130)):
+        length = (back or length) + n
+        tables = {"block_table": table, "seq_lens": [length], "cu_seqlens_q": [0, n], "slot_mapping": np.arange(length - n, length)}
+        batches = [pool.prepare_batch(**tables) for pool in pools]
+        q = rng.standard_normal((n, 2 * HEADS, DIM)).astype(np.float32)
+        for layer in range(len(forms)):
+            k, v = rng.standard_normal((2, n, HEADS, DIM)).astype(np.float32)
+            pools[0].append_batch(layer, k, v, batches[0]), pools[layer + 1].append_batch(0, k, v, batches[layer + 1])
+            alone = pools[layer + 1].attend_batch(0, q, batches[layer + 1])
+            assert np.array_equal(pools[0].attend_batch(layer, q, batches[0]), alone), (forms[layer], length)

@@ -35,6 +35,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "sup
 
 from fuzz_forged import ForgedWorld
 from fuzz_inputs import often, one_of
+from fuzz_layers import LayersWorld
 from fuzz_oracle import Finding
 from fuzz_others import CompressedWorld, HeadsWorld, PlainWorld
 from fuzz_pools import LatentPoolWorld, PoolWorld, SchedulerWorld
@@ -60,7 +61,7 @@ WORLDS = {
     CompressedWorld: 2,
 }
 # Those that came later have a share of all cases. The other cases stay what they were.
-LATER = {Twins: 8, PreparedWorld: 5, TenantsWorld: 6, SecretWorld: 1, SplicedWorld: 4, ForgedWorld: 10}
+LATER = {Twins: 8, PreparedWorld: 5, TenantsWorld: 6, SecretWorld: 1, SplicedWorld: 4, ForgedWorld: 10, LayersWorld: 8}
 SHARE = 0.4
 
 # Seconds of processors for a case: a busy machine is not a finding. Denormals take a hundred times as long as other numbers, and

@@ -251,8 +251,9 @@ class World:
             return True
         size = track.block_size
         codes = np.maximum(at - open_tokens(track.formats[layer]), 0) // size * size
-        encoded = max(track.coded, track.length // size * size)
-        return bool((np.maximum(track.coded, np.minimum(codes, encoded)) == track.coded).all())
+        coded = track.coded[layer]
+        encoded = max(coded, track.length // size * size)
+        return bool((np.maximum(coded, np.minimum(codes, encoded)) == coded).all())
 
     # What is done to one sequence.
 
@@ -366,6 +367,5 @@ class World:
         track = held.track.copy()
         track.truncate(found)
         if not any(key.startswith("e-") for key in prompts.store.used):  # full blocks of a chunk have their codes alone
-            track.coded = max(track.coded, found // track.block_size * track.block_size)
-            track.lossy = max(track.lossy, track.coded)
+            track.settle(found // track.block_size * track.block_size)
         return Held(cache, track, held.source)

@@ -76,9 +76,11 @@ def random_formats(rng, layers, latent=False):
     if latent:  # what the preset is of rows that are keys and values at once
         return [KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True) if one.seals else one for one in formats]
     # From a copy, so that the cases that found something stay what they were.
-    recent = int(one_of(copy.deepcopy(rng), [16, 0, 32, 0, 64, 128, 0, 0, 0, 0, 0]))
+    later = copy.deepcopy(rng)
+    recent = int(one_of(later, [16, 0, 32, 0, 64, 128, 0, 0, 0, 0, 0]))
     if recent:
-        formats = [replace(one, num_recent_float_tokens=recent) if "int" in one.dtype else one for one in formats]
+        own = [int(one_of(later, [recent, 16, 96])) for _ in formats] if often(later, 0.5) else [recent] * layers
+        formats = [replace(one, num_recent_float_tokens=n) if "int" in one.dtype else one for n, one in zip(own, formats)]
     return [replace(one, block_size=block) if one.seals else one for one in formats]
 
 

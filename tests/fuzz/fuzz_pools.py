@@ -33,9 +33,9 @@ class PoolWorld(SingleWorld):
     def positions(self, held, layer):
         return RingWorld.positions(self, held, layer) if self.windows else super().positions(held, layer)
 
-    def make_pool(self):
+    def make_pool(self, **more):
         return self.pool_class(
-            len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings
+            len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings | more
         )
 
     def make(self):
@@ -131,7 +131,8 @@ class PoolWorld(SingleWorld):
         if found:
             for layer, (k, v) in enumerate(rows):
                 track.append(layer, k[:found], v[:found])
-            track.length = track.longest = track.coded = track.lossy = found
+            track.length = track.longest = found
+            track.coded, track.lossy = ([found] * len(self.formats) for _ in range(2))
         held = Held(cache, track, self.source(), (ids, rows))
         if often(rng, 0.7):  # at once, so that others find it
             self.grow(held, len(ids) - found)

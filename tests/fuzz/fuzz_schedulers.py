@@ -5,7 +5,8 @@ import functools
 import numpy as np
 from fuzz_histories import NO_DIFFERENCE
 from fuzz_inputs import often, one_of, random_formats
-from fuzz_oracle import Finding
+from fuzz_layers import SideBySide, mixed_formats
+from fuzz_oracle import Finding, open_tokens
 from fuzz_pools import PoolWorld
 from fuzz_refusals import bits, filling, left_out, refuse_numbers
 from fuzz_worlds import SingleWorld
@@ -41,6 +42,8 @@ class PreparedWorld(PoolWorld):
         self.dims = tuple(min(one, 64) for one in self.dims)
         while not any(one.seals or one.num_first_float_tokens for one in self.formats):
             self.formats = random_formats(self.rng, len(self.formats))
+        if often(self.case.newest, 0.5):
+            self.formats, _ = mixed_formats(self.case.newest, int(self.case.newest.integers(1, 4)))
 
     def arrange(self):
         super().arrange()
@@ -50,8 +53,12 @@ class PreparedWorld(PoolWorld):
         self.settings["num_blocks"] = 150
 
     def make(self):
-        self.pool = self.make_pool()
-        return self.pool
+        formats, self.pool = self.formats, self.make_pool()
+        pools = [self.pool]
+        for self.formats in [[one] for one in formats] if len({open_tokens(one) for one in formats}) > 1 else ():
+            pools.append(self.make_pool(block_size=self.pool.block_size))
+        self.formats, self.pool = formats, SideBySide(pools) if len(pools) > 1 else self.pool
+        return pools[0]
 
     def begin(self, table=(), track=None):
         twin = (
@@ -110,8 +117,12 @@ class PreparedWorld(PoolWorld):
         """Refused drafts: the newest tokens of a block that is not full are written again."""
         length, size = held.track.length, self.block_size
         first = max(length - length % size, held.shared * size)
-        if length > first:
+        own = next((i for i, block in enumerate(held.table) if all(self.owners[one] == 1 for one in held.table[i:])), length)
+        far = own * size < length and often(self.case.newest, 0.3)  # whole blocks, which begin anew
+        if length > first or far:
             n = int(self.rng.integers(first, length + 1))
+            if far:
+                n = first = size * int(self.case.newest.integers(own, (length - 1) // size + 1))
             self.case.note("back", length, n)
             if held.track.coded_at(n) != held.track.coded_at(length) or n == first:
                 held.twin = None  # a cache has given back the floats of a block by now, which the pool may have yet; or as in `share`

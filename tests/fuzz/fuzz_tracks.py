@@ -9,12 +9,11 @@ class Track:
 
     def __init__(self, formats, heads, dims, block_size):
         self.formats, self.block_size = formats, block_size
-        self.open_tokens = max(open_tokens(one) for one in formats)
         self.sides = [[Side(one, False), Side(one, True)] for one in formats]
         self.rows = [[np.empty((0, heads, dim), np.float32) for dim in dims] for _ in formats]
         self.length = self.longest = 0  # complete tokens; the most that there were
-        self.coded = 0  # tokens that are read from their codes alone
-        self.lossy = 0  # tokens whose floats have been given back once: what they are is what their codes are
+        self.coded = [0] * len(formats)  # tokens that are read from their codes alone
+        self.lossy = [0] * len(formats)  # tokens whose floats have been given back once: what they are is what their codes are
         self.spans = [{} for _ in formats]  # by block: the least and largest key of each channel that was ever in it
         self.seen = [[None, None] for _ in formats]  # rows as they were first decoded, where they must stay so
 
@@ -22,7 +21,7 @@ class Track:
         other = object.__new__(Track)
         other.__dict__.update(self.__dict__)
         other.rows, other.seen = [list(one) for one in self.rows], [list(one) for one in self.seen]
-        other.spans = [dict(one) for one in self.spans]
+        other.spans, other.coded, other.lossy = [dict(one) for one in self.spans], list(self.coded), list(self.lossy)
         return other
 
     def layer_length(self, layer):
@@ -39,20 +38,25 @@ class Track:
                 if block in self.spans[layer]:
                     low, high = np.minimum(low, self.spans[layer][block][0]), np.maximum(high, self.spans[layer][block][1])
                 self.spans[layer][block] = low, high
-        if self.coded % self.block_size:
-            self.coded -= self.coded % self.block_size
+        self.coded[layer] -= self.coded[layer] % self.block_size
 
     def advance(self, n):
         self.length += n
         self.longest = max(self.longest, self.length)
-        self.coded = max(self.coded, self.coded_at(self.length))
-        self.lossy = max(self.lossy, self.coded)
+        self.coded = [max(pair) for pair in zip(self.coded, self.coded_at(self.length))]
+        self.settle(0)
+
+    def settle(self, n):
+        """The first `n` tokens have their codes alone."""
+        self.coded = [max(one, n) for one in self.coded]
+        self.lossy = [max(pair) for pair in zip(self.lossy, self.coded)]
 
     def coded_at(self, length):
-        return max(length - self.open_tokens, 0) // self.block_size * self.block_size
+        """Tokens of each layer that no query reads as floats once there are `length`."""
+        return [max(length - open_tokens(one), 0) // self.block_size * self.block_size for one in self.formats]
 
     def truncate(self, n):
-        self.length, self.coded, self.lossy = n, min(self.coded, n), min(self.lossy, n)
+        self.length, self.coded, self.lossy = n, [min(one, n) for one in self.coded], [min(one, n) for one in self.lossy]
         if n == 0:
             self.longest = 0
             self.spans = [{} for _ in self.formats]
@@ -83,7 +87,7 @@ class Track:
         given = self.rows[layer][values][positions]
         spans = self.spans_of(layer, positions) if side.per_channel or side.centred else np.zeros(1)
         gaps = np.flatnonzero(np.diff(positions) > 1)  # sink tokens have codes alone once blocks after them are gone
-        lossy = max(self.lossy, positions[gaps[-1] + 1]) if len(gaps) else self.lossy
+        lossy = max(self.lossy[layer], positions[gaps[-1] + 1]) if len(gaps) else self.lossy[layer]
         side.check(got, given, positions, spans, lossy, f"{'values' if values else 'keys'} of {where}")
         self._check_seen(layer, values, got, positions, where)
 
@@ -120,7 +124,7 @@ class Track:
                     f"token {at_positions[at]} by {moved[at].max():.3g}",
                 )
         # The blocks of a found prefix may have their floats yet, of the sequence that they come from.
-        stays = positions < (min(self.coded, self.coded_at(self.longest)) if self.formats[layer].seals else length)
+        stays = positions < (min(self.coded[layer], self.coded_at(self.longest)[layer]) if self.formats[layer].seals else length)
         new = stays & ~known
         if new.any():
             self.seen[layer][values] = seen = seen.copy()  # which a copy of this may have, too

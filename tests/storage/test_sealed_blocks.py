@@ -723,3 +723,66 @@ def test_forged_patches_are_refused_or_read(rng):
             continue
         assert np.isfinite(other.k(0)).all() and np.isfinite(other.attend(0, k[:20])).all()
     assert refused >= 14
+
+
+RULES = ["int4", "int2", "int8-recent", "int8", "int3"]  # codes once 16 or 96 tokens follow a block, or at once
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LONG_KINDS if kind != "ring and whole layer"])
+def test_layers_of_different_rules_are_as_alone(rng, kind):
+    """Neither the float rows of another layer, nor a block that is patched there, change what a layer shows and reads."""
+    together = [make(kind, RULES), *(make(kind, [name]) for name in RULES)]
+    states = None
+    # Tokens that come and that are taken back; a state that is kept, and taken up again.
+    for n in [204, -40, 10, -3, 150, -90, 70, "keep", -60, 130, "load", 77]:
+        if n == "keep":
+            states = [cache.snapshot().state_dict() for cache in together]
+        elif n == "load":
+            for cache, state in zip(together, states):
+                cache.restore(kvfast.Snapshot.from_state_dict(state))
+        elif n < 0:
+            for cache in together:
+                cache.truncate(len(cache) + n)
+        else:
+            for layer in range(len(RULES)):
+                k, v = rng.standard_normal((2, n, HEADS, DIM)).astype(np.float32)
+                k[5:] *= {150: 50, 70: 0.2}.get(n, 1)  # some do not fit the scales of a block that was cut
+                together[0].append(layer, k, v), together[layer + 1].append(0, k, v)
+                # The next layer, whose tokens have yet to come, is not opened by those of this one.
+                _check_as_alone(rng, together, min(layer + 1, len(RULES) - 1))
+            for cache in together:
+                cache.advance(n)
+        for layer in range(len(RULES)):
+            _check_as_alone(rng, together, layer)
+
+
+def _check_as_alone(rng, together, layer):
+    q = rng.standard_normal((3, HEADS, DIM)).astype(np.float32)
+    shown = []
+    for cache, at in ((together[0], layer), (together[layer + 1], 0)):
+        shown.append([cache.k(at), cache.v(at), cache.attend(at, q) if cache.layer_length(at) else q])
+    assert all(np.array_equal(*pair) for pair in zip(*shown)), RULES[layer]
+
+
+def test_forged_states_of_layers_are_refused(rng):
+    cache = kvfast.KVCache(3, 1, 16, dtype=["int4", "int8", "int2"])
+    for layer in range(3):
+        cache.append(layer, *rng.standard_normal((2, 204, 1, 16)).astype(np.float32))
+    cache.advance(204)
+    state = cache.state_dict()
+    header = json.loads(state["header"].tobytes())
+    (place,) = header["tables"]
+    int4, int2 = place["layers"]
+    assert int4 == {"floats_begin": 128, "kept_codes": 0} and int2 == {"floats_begin": 64, "kept_codes": 0}
+
+    def load(table):
+        text = json.dumps(header | {"tables": [table]}).encode()
+        return kvfast.KVCache.from_state_dict(state | {"header": np.frombuffer(text, np.uint8)})
+
+    assert np.array_equal(load(place).k(0), cache.k(0))
+    for layers in ([], [int4], [int2], [int4, int4], [int2, int4], [int4, int2, int2], [int4, {}], [int4, int2 | {"layers": []}], 3):
+        with pytest.raises(kvfast.CorruptFileError):
+            load(place | {"layers": layers})
+    for table in (place | int2, {"skipped_blocks": 0} | int4, {"skipped_blocks": 0} | int2):
+        with pytest.raises(kvfast.CorruptFileError):
+            load(table)

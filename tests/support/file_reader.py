@@ -58,9 +58,10 @@ class Reader:
         skipped = table["skipped_blocks"]
         windowed = "evicted_tokens" in table
         sinks = -(-self.settings.get("num_sink_tokens", 0) // size) if windowed else 0
-        encoded = max(table["floats_begin"], length // size * size) if whole else length
-        full = (encoded - skipped * size) // size
-        end = max(encoded, table["floats_begin"] + table["kept_codes"]) if seals else length
+        state = self.states_of(table, together)[sum(group == self.group[layer] for group in self.group[:layer])] if seals else {}
+        full = (length - skipped * size) // size
+        encoded = length // size * size if whole else length
+        end = max(encoded, state["floats_begin"] + state["kept_codes"]) if seals else length
         tails = -(-(end - skipped * size) // size) - full
         heads = self.heads[layer]
         start = f"layers.{layer:0{len(str(self.num_layers - 1))}}.{side}."
@@ -69,8 +70,7 @@ class Reader:
             tail = self.take(f"{start}tail", tails * heads).reshape(tails, heads, -1)
             blocks = [np.concatenate([one, tail[:, head]]) for head, one in enumerate(blocks)]
         codes = np.stack([self.decode(one, form, side, dtype, dim) for one in blocks], axis=1)
-        begin = table["floats_begin"] if seals else length
-        patches = dict(table.get("patches", [])) if seals else {}
+        begin, patches = state.get("floats_begin", length), dict(state.get("patches", []))
         pieces, floats = {}, None
         if seals or "num_first_float_tokens" in form:
             order = self.pieces(table, together, whole, sinks, length)
@@ -121,12 +121,22 @@ class Reader:
         if any("num_first_float_tokens" in one for one in together) and length and (not table["skipped_blocks"] or sinks):
             found.append(0)
         if whole:
-            for index, n in table.get("patches", []):
-                if index * self.block_size >= table["floats_begin"]:
+            states = [one for one in self.states_of(table, together) if one]
+            begin, patches = min(one["floats_begin"] for one in states), {}
+            for index, n in (patch for one in states for patch in one.get("patches", [])):
+                patches[index] = min(n, patches.get(index, n))
+            for index, n in sorted(patches.items()):
+                if index * self.block_size >= begin:
                     continue  # among those that follow
                 found += range(index * self.block_size + n // 16 * 16, min((index + 1) * self.block_size, length), 16)
-            found += range(table["floats_begin"] // 16 * 16, length, 16) if table["floats_begin"] < length else []
+            found += range(begin // 16 * 16, length, 16) if begin < length else []
         return list(dict.fromkeys(found))
+
+    @staticmethod
+    def states_of(table, together):
+        """What a table says of each of its layers; None of those whose format has no blocks."""
+        states = iter(table.get("layers", [table] * len(together)))
+        return [next(states) if "block_size" in form else None for form in together]
 
     def decode(self, blocks, form, side, dtype, dim):
         """Rows of blocks, (blocks, bytes), as (tokens, elements)."""

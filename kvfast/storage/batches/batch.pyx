@@ -299,7 +299,7 @@ cdef class PagedBatches(PagedSequences):
         if tables is None:
             batch = self._batch_of(block_table, seq_lens, cu_seqlens_q, request.c.q.tokens,
                                    request.c.window if isinstance(self.kind, RingTable) else 0, request.c.num_sink_tokens)
-            prefixes = batch.prefixes
+            prefixes = None if batch.prefixes is None else batch.prefixes[self.pool.layouts[number].rule]
         else:
             starts = checked_starts(cu_seqlens_q, count, request.c.q.tokens)
         for i in range(count if tables is not None else 0):
@@ -320,7 +320,7 @@ cdef class PagedBatches(PagedSequences):
         if members == NULL:
             raise MemoryError("cannot allocate the working memory of a batch")
         if batch is not None:
-            batch.fill(members)
+            batch.fill(members, plan.given.layout.rule)
         for i in range(count):
             member = members + i
             if tables is not None:
@@ -397,7 +397,7 @@ cdef class PagedBatches(PagedSequences):
             contexts = <kv_context *>(members + count)
             if storages is None:
                 batch = self._batch_of(block_table, seq_lens, cu_seqlens_q, rows.rows.tokens, 0, 0)
-                batch.fill(members)
+                batch.fill(members, self.pool.layouts[number].rule)
                 starts = batch.starts
             else:
                 starts = checked_starts(cu_seqlens_q, count, rows.rows.tokens)

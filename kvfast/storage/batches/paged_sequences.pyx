@@ -12,6 +12,7 @@ from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.memory.prefix_index cimport PrefixIndex
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
+from kvfast.storage.tables.token_states cimport coded_at
 
 from kvfast.core.checks import check_block_size
 from kvfast.core.kernels import name_of_precision
@@ -58,8 +59,8 @@ cdef class PagedSequences:
         return self.kind.empty(self.pool)
 
     def num_coded(self, Py_ssize_t num_tokens):
-        """Number of first tokens that a sequence of `num_tokens` computed tokens reads as codes."""
-        return self.kind.states.floats_begin_at(num_tokens) if self.pool.seals else num_tokens
+        """Number of first tokens that all layers of a sequence of `num_tokens` computed tokens read as codes."""
+        return coded_at(num_tokens, self.pool.rules[-1], self.pool.block_size) if self.pool.seals else num_tokens
 
     def start(self, BlockTable table, digests):
         """Begin a sequence: its empty table takes the blocks that the pool knows by the first of these digests."""
@@ -190,7 +191,7 @@ cdef class PagedSequences:
             if floats:
                 self.pool.floats.pieces.ensure(floats)
             for table, n in pairs:
-                table.make_writable(table.length, table.length + n)
+                table.make_writable(-1, table.length, table.length + n, None)
                 for i in range(table.length, table.length + n):
                     view[at] = table.map.slot(i)
                     at += 1

@@ -12,12 +12,12 @@ cdef class PreparedBatch:
     cdef const int32_t[::1] lens, starts  # seq_lens and cu_seqlens_q
     cdef const int32_t[::1] used         # blocks that are read
     cdef object slots                    # int64 array, without repeats, or None
-    cdef list prefixes                   # that sequences share, or None if they were not looked for
-    cdef int32_t[::1] floats_begin, codes_end  # as in kv_context, if the pool seals blocks
+    cdef list prefixes                   # that sequences share: a list by the `rule` of a layer; None if they were not looked for
+    cdef int32_t[:, ::1] floats_begin, codes_end  # (rules, num_sequences) as in kv_context
     cdef Py_ssize_t step                 # of a pool that keeps float rows
 
     cdef int check(self, BlockPool pool) except -1
-    cdef void fill(self, kv_member *members) noexcept nogil
+    cdef void fill(self, kv_member *members, int rule) noexcept nogil
     cdef int find_prefixes(self) except -1
     cdef int set_slots(self, object slot_mapping) except -1
 

@@ -37,8 +37,8 @@ cdef class PreparedBatch:
             raise ValueError("the batch was prepared by another pool")
         return 0
 
-    cdef void fill(self, kv_member *members) noexcept nogil:
-        """Describe the members of the batch."""
+    cdef void fill(self, kv_member *members, int rule) noexcept nogil:
+        """Describe the members of the batch, for layers with this `rule`."""
         cdef kv_member *member
         cdef Py_ssize_t i, shareable
         memset(members, 0, self.num_sequences * sizeof(kv_member))
@@ -47,20 +47,22 @@ cdef class PreparedBatch:
             member.context.table, member.context.length = &self.table[i, 0], self.lens[i]
             member.first_query, member.num_queries = self.starts[i], self.starts[i + 1] - self.starts[i]
             shareable = member.context.length - member.num_queries
-            if self.pool.seals:
-                member.context.floats_begin, member.context.codes_end = self.floats_begin[i], self.codes_end[i]
+            if rule >= 0:
+                member.context.floats_begin, member.context.codes_end = self.floats_begin[rule, i], self.codes_end[rule, i]
                 shareable = min(shareable, member.context.floats_begin)  # all queries see these as codes
             if member.num_queries <= MAX_SHARED_QUERIES:
                 member.shareable = shareable // self.pool.block_size
 
     cdef int find_prefixes(self) except -1:
-        """Look for prefixes that sequences share, once for all layers."""
+        """Look for prefixes that sequences share, once for all layers of a rule."""
         cdef kv_member *members = <kv_member *>malloc(self.num_sequences * sizeof(kv_member))
         if members == NULL:
             raise MemoryError("cannot allocate a batch")
         try:
-            self.fill(members)
-            self.prefixes = shared_prefixes(members, self.num_sequences, self.pool.block_size)
+            self.prefixes = []
+            for rule in (*range(len(self.pool.rules)), -1):
+                self.fill(members, rule)
+                self.prefixes.append(shared_prefixes(members, self.num_sequences, self.pool.block_size))
         finally:
             free(members)
         return 0
@@ -103,7 +105,7 @@ cdef class PreparedBatch:
         one.starts = np.array([0, one.num_tokens], np.int32)
         one.used = self.table[i, : (self.lens[i] + self.pool.block_size - 1) // self.pool.block_size]
         if self.pool.seals:
-            one.floats_begin, one.codes_end = self.floats_begin[i : i + 1], self.codes_end[i : i + 1]
+            one.floats_begin, one.codes_end = (np.ascontiguousarray(of[:, i : i + 1]) for of in (self.floats_begin, self.codes_end))
         return one
 
     def __copy__(self):
@@ -192,7 +194,7 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
                          f"{min([row.min() for row in read if row.size])} to {max([row.max() for row in read if row.size])}")
     self.table, self.lens, self.used = table, lens, used
     if pool.seals:
-        self.floats_begin, self.codes_end = np.zeros((2, lens.shape[0]), np.int32)
+        self.floats_begin, self.codes_end = np.zeros((2, len(pool.rules), lens.shape[0]), np.int32)
     for i in range(lens.shape[0]):
         num_queries = starts[i + 1] - starts[i]
         if num_queries > lens[i]:

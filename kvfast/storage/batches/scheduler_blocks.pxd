@@ -8,12 +8,15 @@ from kvfast.storage.memory.pool cimport BlockPool
 cdef class SchedulerBlocks:
     cdef BlockPool pool
     cdef int16_t *written      # (num_blocks,) number of first tokens of a block that have been written
-    cdef uint8_t *state        # (num_blocks,) CODES, OPEN or SEALED
     cdef uint8_t *begins       # (num_blocks,) whether a block was written as the first of a sequence
-    cdef int32_t *holders      # (num_blocks,) number of sequences that hold the float rows of a block
+    cdef Py_ssize_t num_blocks
+    # What follows is apart for each number of `open_tokens` of layers, as in a pool of such layers alone; see `BlockPool.rules`.
+    cdef Py_ssize_t num_rules
+    cdef uint8_t *state        # (num_rules, num_blocks) CODES, OPEN or SEALED
+    cdef int32_t *holders      # (num_rules, num_blocks) number of sequences that hold the float rows of a block
     # The blocks that each sequence holds, by its last block and the place of that in its table; the sequence that was seen last
     # comes last.
-    cdef dict held
+    cdef list held             # (num_rules,) of dict
     cdef Py_ssize_t step       # number of the newest batch
 
     cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1
@@ -27,9 +30,13 @@ cdef class SchedulerBlocks:
     cdef list _writes_of(self, PreparedBatch batch)
     cdef int _check_read(self, PreparedBatch batch, dict ends) except -1
     cdef int _seal_full(self, PreparedBatch batch, dict ends) except -1
-    cdef int _seal(self, list chosen) except -1
-    cdef list _going_on(self, PreparedBatch batch)
-    cdef int _forget_behind(self, set anew) except -1
-    cdef int _hold(self, PreparedBatch batch, list before, Py_ssize_t max_num_seqs) except -1
-    cdef int _let_go(self, list blocks, anew) except -1
-    cdef int _set_states(self, PreparedBatch batch, list going_on) except -1
+    cdef int _seal(self, int rule, list chosen) except -1
+    cdef uint8_t *_state_of(self, int rule) noexcept
+    cdef bint _is_coded(self, int32_t block) noexcept
+    cdef bint _is_sealed(self, int32_t block) noexcept
+    cdef int _begin_anew(self, list blocks) except -1
+    cdef list _going_on(self, int rule, PreparedBatch batch)
+    cdef int _forget_behind(self, int rule, set anew) except -1
+    cdef int _hold(self, int rule, PreparedBatch batch, list before, Py_ssize_t max_num_seqs) except -1
+    cdef int _let_go(self, int rule, list blocks, anew) except -1
+    cdef int _set_states(self, int rule, PreparedBatch batch, list going_on) except -1

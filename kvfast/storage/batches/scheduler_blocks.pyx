@@ -11,6 +11,9 @@ it: the row that has this block at the same place goes on with it. Until then it
 however long it rests and whoever shares its blocks and runs ahead. One that has ended holds them until its blocks begin anew. Whoever
 cannot spare that memory bounds the number of sequences: those that were not seen for longest are closed, so that their tokens keep
 codes alone. A sequence that goes on in such a block gets float rows of these codes.
+
+Layers may differ in the number of tokens that they keep as floats. So who holds which blocks, and what state a block is in, is kept
+for each such number by itself. A block loses its float rows once it has codes alone for all of them.
 """
 import numpy as np
 
@@ -46,10 +49,11 @@ cdef class SchedulerBlocks:
     def __cinit__(self, BlockPool pool):
         self.pool = pool
         self.written = <int16_t *>calloc(pool.num_blocks, sizeof(int16_t))
-        self.state = <uint8_t *>calloc(pool.num_blocks, sizeof(uint8_t))
         self.begins = <uint8_t *>calloc(pool.num_blocks, sizeof(uint8_t))
-        self.holders = <int32_t *>calloc(pool.num_blocks, sizeof(int32_t))
-        self.held = {}
+        self.num_blocks, self.num_rules = pool.num_blocks, max(len(pool.rules), 1)
+        self.state = <uint8_t *>calloc(self.num_rules * pool.num_blocks, sizeof(uint8_t))
+        self.holders = <int32_t *>calloc(self.num_rules * pool.num_blocks, sizeof(int32_t))
+        self.held = [{} for _ in range(self.num_rules)]
         if self.written == NULL or self.state == NULL or self.begins == NULL or self.holders == NULL:
             raise MemoryError("cannot allocate the state of a scheduler's blocks")
 
@@ -62,30 +66,31 @@ cdef class SchedulerBlocks:
     cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1:
         """Make ready for the tokens of a step, which the layers are about to write: seal the blocks that have become full, give float
         rows to the new tokens, and release those that no query reads any more. Nothing changes if the batch is refused."""
-        cdef Py_ssize_t index, first, end, needed = 0
+        cdef Py_ssize_t index, first, end, layer, needed = 0
         cdef int32_t block
+        cdef int rule
         cdef list writes = self._writes_of(batch), going_on
         cdef dict ends = {block: (end, first == 0, index) for block, index, first, end in writes}
         self._check_read(batch, ends)
         for block, index, first, end in writes:
-            needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, 0 if self.state[block] == CODES else first, end)
+            needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, 0 if self._is_coded(block) else first, end)
         if needed:  # those that stay lie in a slab apart from those of prompts, which are soon released
             self.pool.floats.pieces.ensure(min(needed, batch.num_sequences * (2 * self.pool.floats.per_block + 2)))
             self.pool.floats.pieces.ensure(needed)
         self._seal_full(batch, ends)
-        going_on = self._going_on(batch)
-        self._forget_behind({block for block, _, first, _ in writes if first == 0 and self.holders[block]})
+        going_on = [self._going_on(rule, batch) for rule in range(self.num_rules)]
+        self._begin_anew([block for block, _, first, _ in writes if first == 0])
         for block, index, first, end in writes:
-            if first == 0:
-                self.pool.floats.release(block, 0)
-                self.pool.floats.set_kept_codes(block, 0)
-            elif self.state[block] == CODES and self.pool.seals:
-                self.pool.floats.restore(block, index, first)
-            self.pool.floats.open(block, index, first, end)
-            self.written[block], self.begins[block], self.state[block] = <int16_t>end, index == 0, OPEN
-        if self.pool.seals:
-            self._set_states(batch, going_on)
-            self._hold(batch, [blocks for _, blocks in going_on], max_num_seqs)
+            for layer in range(self.pool.num_layers if first else 0):
+                if self.pool.layouts[layer].seals and self._state_of(self.pool.layouts[layer].rule)[block] == CODES:
+                    self.pool.floats.restore(layer, block, index, first)
+            self.pool.floats.open(-1, block, index, first, end)
+            self.written[block], self.begins[block] = <int16_t>end, index == 0
+            for rule in range(self.num_rules):
+                self._state_of(rule)[block] = OPEN
+        for rule in range(len(self.pool.rules)):
+            self._set_states(rule, batch, going_on[rule])
+            self._hold(rule, batch, [blocks for _, blocks in going_on[rule]], max_num_seqs)
         self.step += 1
         batch.step = self.step
         return 0
@@ -99,26 +104,26 @@ cdef class SchedulerBlocks:
     cdef int forget(self) except -1:
         """Release all float rows, and take no block for written."""
         cdef Py_ssize_t block
-        for block in range(self.pool.num_blocks):
-            self.pool.floats.release(<int32_t>block, 0)
-            self.pool.floats.set_kept_codes(<int32_t>block, 0)
+        for block in range(self.num_blocks):
+            self.pool.floats.forget(<int32_t>block)
         self.pool.floats.pieces.trim()
-        memset(self.written, 0, self.pool.num_blocks * sizeof(int16_t))
-        memset(self.state, CODES, self.pool.num_blocks * sizeof(uint8_t))
-        memset(self.holders, 0, self.pool.num_blocks * sizeof(int32_t))
-        self.held.clear()
+        memset(self.written, 0, self.num_blocks * sizeof(int16_t))
+        memset(self.state, CODES, self.num_rules * self.num_blocks * sizeof(uint8_t))
+        memset(self.holders, 0, self.num_rules * self.num_blocks * sizeof(int32_t))
+        self.held = [{} for _ in range(self.num_rules)]
         self.step += 1
         return 0
 
     cdef object seal_full(self, list blocks):
         """Let full blocks hold all of their tokens as codes. Returns for each block whether it does: bool of shape (num_blocks,)."""
         cdef int32_t block
+        cdef int rule
         self.pool.enter()
         try:
             full = [block for block in blocks if self.written[block] == self.pool.block_size]
-            self._seal([block for block in dict.fromkeys(full) if self.state[block] == OPEN])
-            return np.array([self.written[block] == self.pool.block_size and self.pool.floats.kept_codes[block] >= 0
-                             for block in blocks], bool)
+            for rule in range(self.num_rules):
+                self._seal(rule, [block for block in dict.fromkeys(full) if self._state_of(rule)[block] == OPEN])
+            return np.array([self.written[block] == self.pool.block_size and not self.pool.is_patched(block) for block in blocks], bool)
         finally:
             self.pool.leave()
 
@@ -136,16 +141,17 @@ cdef class SchedulerBlocks:
         """Take full blocks for written, whose codes came from elsewhere. `first_rows` of a sequence that begins with the first of
         them, or None."""
         cdef int32_t block
+        cdef int rule
         cdef bint begins = first_rows is not None and self.pool.has_sinks and len(blocks)
         self.pool.enter()
         try:
             if begins:
                 self.pool.floats.pieces.ensure(1)
-            self._forget_behind({block for block in blocks if self.holders[block]})
+            self._begin_anew(blocks)
             for block in blocks:
-                self.pool.floats.release(block, 0)
-                self.pool.floats.set_kept_codes(block, 0)
-                self.written[block], self.begins[block], self.state[block] = <int16_t>self.pool.block_size, False, CODES
+                self.written[block], self.begins[block] = <int16_t>self.pool.block_size, False
+                for rule in range(self.num_rules):
+                    self._state_of(rule)[block] = CODES
             if begins:
                 block = blocks[0]
                 self.pool.floats.add(block, 0, KV_PIECE)
@@ -193,7 +199,7 @@ cdef class SchedulerBlocks:
                 if offset > self.written[block]:
                     raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block}, and only "
                                      f"{self.written[block]} were written before it")
-                if offset and (self.state[block] == SEALED or self.state[block] == CODES and self.written[block] == size):
+                if offset and self._is_sealed(block):
                     raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block} again, and the block has been "
                                      f"sealed: go back to its first token")
                 writes.append((block, position // size, offset, end))
@@ -223,39 +229,74 @@ cdef class SchedulerBlocks:
         """Seal the blocks after which sequences go on."""
         cdef Py_ssize_t size = self.pool.block_size, i, index
         cdef int32_t block
-        full = {}
-        for i in range(batch.num_sequences if self.pool.seals else 0):
-            for index in range((_tokens_before(batch, i)) // size):
-                block = batch.table[i, index]
-                if self.state[block] == OPEN and block not in ends:
-                    full[block] = None
-        return self._seal(list(full))
+        cdef int rule
+        cdef uint8_t *state
+        for rule in range(len(self.pool.rules)):
+            full, state = {}, self._state_of(rule)
+            for i in range(batch.num_sequences):
+                for index in range((_tokens_before(batch, i)) // size):
+                    block = batch.table[i, index]
+                    if state[block] == OPEN and block not in ends:
+                        full[block] = None
+            self._seal(rule, list(full))
+        return 0
 
-    cdef int _seal(self, list chosen) except -1:
+    cdef uint8_t *_state_of(self, int rule) noexcept:
+        """The row of `state`."""
+        return self.state + rule * self.num_blocks
+
+    cdef bint _is_coded(self, int32_t block) noexcept:
+        """Whether a block has codes alone for all layers."""
+        cdef int rule
+        for rule in range(self.num_rules):
+            if self._state_of(rule)[block] != CODES:
+                return False
+        return True
+
+    cdef bint _is_sealed(self, int32_t block) noexcept:
+        """Whether a block is full and has codes for some layers."""
+        cdef int rule, state
+        for rule in range(self.num_rules):
+            state = self._state_of(rule)[block]
+            if state == SEALED or state == CODES and self.written[block] == self.pool.block_size:
+                return True
+        return False
+
+    cdef int _begin_anew(self, list blocks) except -1:
+        """Forget all about blocks whose first token is about to be written."""
+        cdef int32_t block
+        cdef int rule
+        for rule in range(self.num_rules):
+            self._forget_behind(rule, {block for block in blocks if self.holders[rule * self.num_blocks + block]})
+        for block in blocks:
+            self.pool.floats.forget(block)
+        return 0
+
+    cdef int _seal(self, int rule, list chosen) except -1:
         """Encode the tokens of some open blocks that have been written, from their float rows."""
         cdef int32_t block
         # Only the first of the blocks of one call can begin a sequence.
         for part in [[block] for block in chosen if self.begins[block]] + [[block for block in chosen if not self.begins[block]]]:
             if part:
-                self.pool.floats.seal(part, self.begins[<int32_t>part[0]], self.written)
+                self.pool.floats.seal(part, self.begins[<int32_t>part[0]], self.written, rule)
             for block in part:
-                self.state[block] = SEALED
+                self._state_of(rule)[block] = SEALED
         return 0
 
-    cdef list _going_on(self, PreparedBatch batch):
+    cdef list _going_on(self, int rule, PreparedBatch batch):
         """The sequences of the rows of a batch, which leave `held`: from which block on each reads float rows, as far as it still
         needs them, and the blocks that it holds. A row that goes on with none is a fork of one that holds its newest known block, or
         reads codes. Where two rows could go on with one sequence, the first does."""
         cdef Py_ssize_t size = self.pool.block_size, i, index, done
         cdef list blocks, first = [], forks
-        cdef dict places = {}
+        cdef dict places = {}, held = self.held[rule]
         for i in range(batch.num_sequences):
             done = _tokens_before(batch, i)
             # Drafts may have been taken back since, so its last block may lie after its present tokens. But a sequence that holds
             # none of these has ended, and its block was given to this row.
             for index in range((batch.lens[i] + size - 1) // size - 1, max(0, done - 1) // size - 1, -1):
                 place = batch.table[i, index], index
-                blocks = self.held.get(place)
+                blocks = held.get(place)
                 if (blocks is not None and place not in places and (index + 1 - len(blocks)) * size < done
                         and blocks == _row(batch, i, index + 1 - len(blocks), index + 1)):
                     places[place] = i
@@ -263,79 +304,87 @@ cdef class SchedulerBlocks:
                     break
             else:
                 known = batch.table[i, done // size - 1] if done >= size else None
-                forks = [end + 1 - len(blocks) for (_, end), blocks in self.held.items() if known in blocks]
+                forks = [end + 1 - len(blocks) for (_, end), blocks in held.items() if known in blocks]
                 first.append(min(forks, default=done // size))
         going_on = [[begin, []] for begin in first]
         for place, i in places.items():
-            going_on[i][1] = self.held.pop(place)
+            going_on[i][1] = held.pop(place)
         return going_on
 
-    cdef int _forget_behind(self, set anew) except -1:
+    cdef int _forget_behind(self, int rule, set anew) except -1:
         """Let no sequence hold blocks that begin anew, and the blocks after them, whose tokens it has lost."""
         cdef list blocks
-        for place in [place for place, blocks in self.held.items() if not anew.isdisjoint(blocks)] if anew else ():
-            blocks = self.held.pop(place)
+        cdef dict held = self.held[rule]
+        for place in [place for place, blocks in held.items() if not anew.isdisjoint(blocks)] if anew else ():
+            blocks = held.pop(place)
             for count in range(len(blocks)):
                 if blocks[count] in anew:
                     break
             place = blocks[count - 1], place[1] - len(blocks) + count
-            if count and place not in self.held:
-                self.held[place], blocks = blocks[:count], blocks[count:]
-            self._let_go(blocks, anew)
+            if count and place not in held:
+                held[place], blocks = blocks[:count], blocks[count:]
+            self._let_go(rule, blocks, anew)
         return 0
 
-    cdef int _hold(self, PreparedBatch batch, list before, Py_ssize_t max_num_seqs) except -1:
+    cdef int _hold(self, int rule, PreparedBatch batch, list before, Py_ssize_t max_num_seqs) except -1:
         """Let the sequences of the batch hold the float rows that their queries read, and release those that nobody holds."""
         cdef Py_ssize_t size = self.pool.block_size, i, index, end
         cdef int32_t block
         cdef list blocks
+        cdef dict held = self.held[rule]
         cdef int some = False
         for i in range(batch.num_sequences):
             end = (batch.lens[i] + size - 1) // size
-            blocks = _row(batch, i, batch.floats_begin[i] // size, end)
+            blocks = _row(batch, i, batch.floats_begin[rule, i] // size, end)
             if blocks:
                 for block in blocks:
-                    self.holders[block] += 1
-                before.append(self.held.pop((blocks[-1], end - 1), []))  # of a row with the same tokens
-                self.held[blocks[-1], end - 1] = blocks
-        while len(self.held) > max(max_num_seqs, batch.num_sequences):
-            before.append(self.held.pop(next(iter(self.held))))
+                    self.holders[rule * self.num_blocks + block] += 1
+                before.append(held.pop((blocks[-1], end - 1), []))  # of a row with the same tokens
+                held[blocks[-1], end - 1] = blocks
+        while len(held) > max(max_num_seqs, batch.num_sequences):
+            before.append(held.pop(next(iter(held))))
         for blocks in before:
-            some |= self._let_go(blocks, ())
+            some |= self._let_go(rule, blocks, ())
         if some:  # the rest may lie after all that was released
             for i in range(batch.num_sequences):
                 for index in range((batch.lens[i] + size - 1) // size):
-                    if index == 0 or self.state[batch.table[i, index]] != CODES:
+                    if index == 0 or not self._is_coded(batch.table[i, index]):
                         self.pool.floats.move_down(batch.table[i, index])
             self.pool.floats.pieces.trim()
         return 0
 
-    cdef int _let_go(self, list blocks, anew) except -1:
+    cdef int _let_go(self, int rule, list blocks, anew) except -1:
         """Hold some blocks for one sequence less. Those that none holds keep codes alone, but for those that begin anew. Returns
         whether float rows were released."""
         cdef int32_t block
         cdef list idle = []
+        cdef int some = False
+        cdef uint8_t *state = self._state_of(rule)
+        cdef int32_t *holders = self.holders + rule * self.num_blocks
         for block in blocks:
-            self.holders[block] -= 1
-            if self.holders[block] == 0 and self.state[block] != CODES and block not in anew:
+            holders[block] -= 1
+            if holders[block] == 0 and state[block] != CODES and block not in anew:
                 idle.append(block)
-        self._seal([block for block in idle if self.state[block] == OPEN])
+        self._seal(rule, [block for block in idle if state[block] == OPEN])
         for block in idle:
-            self.pool.floats.release_sealed(block, self.begins[block])
-            self.state[block] = CODES
-        return len(idle) > 0
+            state[block] = CODES
+            if self._is_coded(block):
+                self.pool.floats.release_sealed(block, self.begins[block])
+                some = True
+        return some
 
-    cdef int _set_states(self, PreparedBatch batch, list going_on) except -1:
+    cdef int _set_states(self, int rule, PreparedBatch batch, list going_on) except -1:
         """Which positions of each sequence have codes, and from which on all have float rows."""
-        cdef Py_ssize_t size = self.pool.block_size, i, index, begin, codes
+        cdef Py_ssize_t size = self.pool.block_size, i, index, begin, codes, open_tokens = self.pool.rules[rule]
+        cdef uint8_t *state = self._state_of(rule)
         for i in range(batch.num_sequences):
-            begin, codes = (_tokens_before(batch, i) - self.pool.open_tokens) // size, batch.lens[i] // size
+            begin, codes = (_tokens_before(batch, i) - open_tokens) // size, batch.lens[i] // size
             begin = max(begin, <Py_ssize_t>going_on[i][0])
             for index in range((batch.lens[i] + size - 1) // size - 1, -1, -1):
-                if self.state[batch.table[i, index]] == OPEN:
+                if state[batch.table[i, index]] == OPEN:
                     begin, codes = min(begin, index), min(codes, index)
-                elif self.state[batch.table[i, index]] == CODES:
+                elif state[batch.table[i, index]] == CODES:
                     begin = max(begin, index + 1)
                     break
-            batch.floats_begin[i], batch.codes_end[i] = <int32_t>(begin * size), <int32_t>(codes * size)
+            batch.floats_begin[rule, i], batch.codes_end[rule, i] = <int32_t>(begin * size), <int32_t>(codes * size)
         return 0

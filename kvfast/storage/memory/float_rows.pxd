@@ -13,21 +13,26 @@ cdef class FloatRows:
     cdef Py_ssize_t num_layers
     cdef kv_layout *layouts            # (num_layers,) of the blocks; their memory owns these rows
     cdef int32_t *float_of             # as in kv_layout
-    # (num_blocks,) number of first tokens of a block with float rows whose codes are valid, too. Below 0 for a patched block:
-    # minus this number of its codes are read, then its float rows.
-    cdef int16_t *kept_codes
-    cdef Py_ssize_t num_patched        # patched blocks
+    # For each layer that seals (num_blocks,), else NULL: number of first tokens of a block with float rows whose codes are valid,
+    # too. Below 0 for a patched block: minus this number of its codes are read, then its float rows.
+    cdef int16_t **kept_codes
+    cdef int32_t *num_kept             # (num_blocks,) number of layers whose `kept_codes` of a block is not 0
 
     cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1
-    cdef bint is_open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil
+    cdef bint is_open(self, Py_ssize_t layer, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     cdef Py_ssize_t needed(self, int32_t block, int32_t source, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept
-    cdef int open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1
-    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t num_tokens) except -1
+    cdef int open(self, Py_ssize_t layer, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef int restore(self, Py_ssize_t layer, int32_t block, Py_ssize_t index, Py_ssize_t num_tokens) except -1
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
-    cdef void set_kept_codes(self, int32_t block, Py_ssize_t kept_codes) noexcept
+    cdef void set_kept_codes(self, Py_ssize_t layer, int32_t block, Py_ssize_t kept_codes) noexcept
+    cdef list kept_of(self, int32_t block)
+    cdef void _keep_as(self, int32_t source, int32_t block) noexcept
+    cdef int set_kept(self, int32_t block, list kept) except -1
+    cdef Py_ssize_t first_patch(self, int32_t block) noexcept nogil
+    cdef int forget(self, int32_t block) except -1
     cdef int release(self, int32_t block, int first) except -1
     cdef int release_sealed(self, int32_t block, bint is_first) except -1
-    cdef int seal(self, list blocks, bint at_start, const int16_t *written) except -1
+    cdef int seal(self, list blocks, bint at_start, const int16_t *written, int rule) except -1
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int move_down(self, int32_t block) except -1
     cdef int copy(self, int32_t source, int32_t target) except -1

@@ -3,8 +3,10 @@
 import numpy as np
 
 from libc.stdint cimport int16_t, int32_t, uint8_t
-from libc.stdlib cimport abs, free
+from libc.stdlib cimport abs, calloc, free
+from libc.string cimport memset
 
+from kvfast.codec.blocks cimport patched_from
 from kvfast.codec.decode cimport restore_floats
 from kvfast.codec.seal cimport seal_blocks
 from kvfast.core.limits cimport KV_SLAB_BLOCKS, KV_PIECE
@@ -30,8 +32,12 @@ cdef class FloatRows:
     """
 
     def __dealloc__(self):
-        free(self.float_of)
+        cdef Py_ssize_t i
+        for i in range(self.num_layers if self.kept_codes != NULL else 0):
+            free(self.kept_codes[i])
         free(self.kept_codes)
+        free(self.num_kept)
+        free(self.float_of)
 
     cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1:
         """Make room for `total` blocks instead of `num_blocks`. The new ones have no pieces."""
@@ -39,22 +45,23 @@ cdef class FloatRows:
         self.float_of = <int32_t *>grown(self.float_of, total * self.per_block * sizeof(int32_t))
         for i in range(self.num_layers):
             self.layouts[i].float_of = self.float_of
-        self.kept_codes = <int16_t *>grown(self.kept_codes, total * sizeof(int16_t))
-        for i in range(self.num_layers if self.seals else 0):
+        self.num_kept = <int32_t *>grown(self.num_kept, total * sizeof(int32_t))
+        memset(self.num_kept + num_blocks, 0, (total - num_blocks) * sizeof(int32_t))
+        for i in range(self.num_layers):
             if self.layouts[i].seals:
-                self.layouts[i].kept_codes, self.layouts[i].num_patched = self.kept_codes, &self.num_patched
-        for i in range(num_blocks, total):
-            self.kept_codes[i] = 0
+                self.layouts[i].kept_codes = self.kept_codes[i] = <int16_t *>grown(self.kept_codes[i], total * sizeof(int16_t))
+                memset(self.kept_codes[i] + num_blocks, 0, (total - num_blocks) * sizeof(int16_t))
         for i in range(num_blocks * self.per_block, total * self.per_block):
             self.float_of[i] = -1
         return 0
 
-    cdef bint is_open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
+    cdef bint is_open(self, Py_ssize_t layer, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
         """Whether `open` has nothing to do."""
         cdef Py_ssize_t i
         _wanted(self, index, &first, &last)
-        if self.seals and (self.kept_codes[block] < 0 or self.kept_codes[block] > first):
-            return False
+        for i in range(self.num_layers if self.num_kept[block] else 0):
+            if self.layouts[i].seals and (layer < 0 or i == layer) and not 0 <= self.kept_codes[i][block] <= first:
+                return False
         for i in range(first // KV_PIECE, (last + KV_PIECE - 1) // KV_PIECE):
             if self.float_of[block * self.per_block + i] < 0:
                 return False
@@ -71,30 +78,67 @@ cdef class FloatRows:
                 count += block < 0 or self.float_of[block * self.per_block + i] < 0
         return count
 
-    cdef int open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1:
-        """Give a sequence's block `index` the float rows that it needs before the offsets first to last are written."""
+    cdef int open(self, Py_ssize_t layer, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1:
+        """Give a sequence's block `index` the float rows that it needs before the offsets first to last are written, in a layer or with
+        -1 in all."""
+        cdef Py_ssize_t i
         _wanted(self, index, &first, &last)
         self.add(block, first, last)
-        if self.seals:
-            self.set_kept_codes(block, min(abs(self.kept_codes[block]), first))
+        for i in range(self.num_layers if self.num_kept[block] else 0):
+            if self.layouts[i].seals and (layer < 0 or i == layer):
+                self.set_kept_codes(i, block, min(abs(self.kept_codes[i][block]), first))
         return 0
 
-    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t num_tokens) except -1:
-        """Give the first `num_tokens` tokens of a sequence's sealed block `index` float rows again, decoded from its codes.
+    cdef int restore(self, Py_ssize_t layer, int32_t block, Py_ssize_t index, Py_ssize_t num_tokens) except -1:
+        """Give a layer's first `num_tokens` tokens of a sequence's sealed block `index` float rows again, decoded from its codes.
 
         The codes stay: filled with the same tokens, the block will be the same again. In a patched block some tokens still have
         float rows.
         """
-        cdef Py_ssize_t with_codes = min(num_tokens, -self.kept_codes[block] if self.kept_codes[block] < 0 else num_tokens)
+        cdef Py_ssize_t kept = self.kept_codes[layer][block], with_codes = min(num_tokens, -kept if kept < 0 else num_tokens)
         self.add(block, 0, num_tokens)
-        restore_floats(self.layouts, self.num_layers, block, index == 0, with_codes)
-        self.set_kept_codes(block, with_codes)
+        restore_floats(self.layouts + layer, block, index == 0, with_codes)
+        self.set_kept_codes(layer, block, with_codes)
         return 0
 
-    cdef void set_kept_codes(self, int32_t block, Py_ssize_t kept_codes) noexcept:
-        """Set the number of tokens of a block that have valid codes; see `kept_codes`."""
-        self.num_patched += (kept_codes < 0) - (self.kept_codes[block] < 0)
-        self.kept_codes[block] = <int16_t>kept_codes
+    cdef void set_kept_codes(self, Py_ssize_t layer, int32_t block, Py_ssize_t kept_codes) noexcept:
+        """Set the number of a layer's tokens of a block that have valid codes; see `kept_codes`."""
+        cdef int16_t *kept = self.kept_codes[layer] + block
+        self.layouts[layer].num_patched += (kept_codes < 0) - (kept[0] < 0)
+        self.num_kept[block] += (kept_codes != 0) - (kept[0] != 0)
+        kept[0] = <int16_t>kept_codes
+
+    cdef list kept_of(self, int32_t block):
+        """The layers with kept codes of a block, and `kept_codes` of each."""
+        cdef Py_ssize_t i
+        return [(i, self.kept_codes[i][block]) for i in range(self.num_layers if self.num_kept[block] else 0)
+                if self.layouts[i].seals and self.kept_codes[i][block]]
+
+    cdef int set_kept(self, int32_t block, list kept) except -1:
+        """Let a block have the kept codes of `kept_of`, and no others."""
+        self._keep_as(-1, block)
+        for layer, kept_codes in kept:
+            self.set_kept_codes(layer, block, kept_codes)
+        return 0
+
+    cdef void _keep_as(self, int32_t source, int32_t block) noexcept:
+        """Let a block have the kept codes of another, or with -1 none."""
+        cdef Py_ssize_t i
+        for i in range(self.num_layers if self.num_kept[block] or source >= 0 and self.num_kept[source] else 0):
+            if self.layouts[i].seals:
+                self.set_kept_codes(i, block, self.kept_codes[i][source] if source >= 0 else 0)
+
+    cdef Py_ssize_t first_patch(self, int32_t block) noexcept nogil:
+        """The first offset of a sealed block at which a layer keeps its float rows; its size if none does."""
+        cdef Py_ssize_t i, first = self.per_block * KV_PIECE
+        for i in range(self.num_layers if self.num_kept[block] else 0):
+            first = min(first, patched_from(self.layouts + i, block))
+        return first
+
+    cdef int forget(self, int32_t block) except -1:
+        """Release all pieces of a block, and keep none of its codes."""
+        self._keep_as(-1, block)
+        return self.release(block, 0)
 
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the offsets first to last of a block float rows, unless they have them. A MemoryError changes nothing."""
@@ -115,19 +159,19 @@ cdef class FloatRows:
     cdef int release_sealed(self, int32_t block, bint is_first) except -1:
         """Release the pieces of a sealed block, as far as all of their tokens have codes. The first block of a sequence keeps those
         that always are floats."""
-        return self._release_range(block, 1 if is_first and self.has_sinks else 0,
-                                   self.per_block if self.kept_codes[block] >= 0 else -self.kept_codes[block] // KV_PIECE)
+        return self._release_range(block, 1 if is_first and self.has_sinks else 0, self.first_patch(block) // KV_PIECE)
 
-    cdef int seal(self, list blocks, bint at_start, const int16_t *written) except -1:
-        """Encode full blocks as a whole, from the float rows of their tokens; see `seal_blocks`. A block becomes a patched one if its
-        new tokens do not fit the statistics that it has kept."""
+    cdef int seal(self, list blocks, bint at_start, const int16_t *written, int rule) except -1:
+        """Encode full blocks as a whole, from the float rows of their tokens; see `seal_blocks`. A block becomes a patched one in
+        layers where its new tokens do not fit the statistics that it has kept."""
         cdef int32_t[::1] view = np.array(blocks, np.int32)
-        cdef uint8_t[::1] unfit = np.zeros(view.shape[0], np.uint8)
-        cdef Py_ssize_t i
-        seal_blocks(self.layouts, self.num_layers, &view[0], view.shape[0], at_start, self.kept_codes, &unfit[0], written)
+        cdef uint8_t[:, ::1] unfit = np.zeros((view.shape[0], self.num_layers), np.uint8)
+        cdef Py_ssize_t i, layer
+        seal_blocks(self.layouts, self.num_layers, &view[0], view.shape[0], at_start, &unfit[0, 0], written, rule)
         for i in range(view.shape[0]):
-            if unfit[i]:
-                self.set_kept_codes(view[i], -abs(self.kept_codes[view[i]]))
+            for layer in range(self.num_layers):
+                if unfit[i, layer]:
+                    self.set_kept_codes(layer, view[i], -abs(self.kept_codes[layer][view[i]]))
         return 0
 
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
@@ -157,7 +201,7 @@ cdef class FloatRows:
             if self.float_of[source * self.per_block + i] >= 0:
                 self.add(target, i * KV_PIECE, (i + 1) * KV_PIECE)
                 self.pieces.copy(self.float_of[source * self.per_block + i], self.float_of[target * self.per_block + i])
-        self.set_kept_codes(target, self.kept_codes[source])
+        self._keep_as(source, target)
         return 0
 
     cdef void give(self, int32_t source, int32_t target) noexcept:
@@ -166,7 +210,7 @@ cdef class FloatRows:
         for i in range(self.per_block):
             self.float_of[target * self.per_block + i] = self.float_of[source * self.per_block + i]
             self.float_of[source * self.per_block + i] = -1
-        self.set_kept_codes(target, self.kept_codes[source])
+        self._keep_as(source, target)
 
     cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept:
         """Overwrite the float rows of a layer's tokens at the offsets first to last of a block."""
@@ -232,6 +276,9 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
                               (most + KV_SLAB_BLOCKS - 1) // KV_SLAB_BLOCKS * KV_SLAB_BLOCKS, True, secure=blocks.secure,
                               v_head_dim=blocks.v_head_dim)
     self.layouts, self.num_layers = blocks.layouts, blocks.num_layers
+    self.kept_codes = <int16_t **>calloc(blocks.num_layers, sizeof(int16_t *))
+    if self.kept_codes == NULL:
+        raise MemoryError("cannot allocate the float rows of a pool")
     for i in range(self.num_layers):
         self.seals |= self.layouts[i].seals
         self.has_sinks |= self.layouts[i].float_tokens > 0

@@ -35,8 +35,10 @@ cdef class BlockPool(BlockMemory):
         cdef Py_ssize_t i
         for i in range(self.num_layers):
             self.seals |= self.layouts[i].seals
-            self.open_tokens = max(self.open_tokens, self.layouts[i].open_tokens)
             self.has_sinks |= self.layouts[i].float_tokens > 0
+        self.rules = tuple(sorted({self.layouts[i].open_tokens for i in range(self.num_layers) if self.layouts[i].seals}))
+        for i in range(self.num_layers):
+            self.layouts[i].rule = self.rules.index(self.layouts[i].open_tokens) if self.layouts[i].seals else -1
         self.floats = float_rows_of(self)
         self.to_release = []
         self.workspace = Workspace()
@@ -154,8 +156,7 @@ cdef class BlockPool(BlockMemory):
         if self.layers is not None:
             self.zero_block(block)  # as memory of its own is at first: what a caller's holds may be no numbers
         if self.floats is not None:
-            self.floats.release(block, 0)
-            self.floats.set_kept_codes(block, 0)
+            self.floats.forget(block)
         return block
 
     cdef int retain(self, int32_t block) except -1:
@@ -180,8 +181,7 @@ cdef class BlockPool(BlockMemory):
         if self.secure:
             self.workspace.wipe()
         if self.floats is not None:
-            self.floats.release(block, 0)
-            self.floats.set_kept_codes(block, 0)
+            self.floats.forget(block)
         return 0
 
     cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept:
@@ -195,8 +195,8 @@ cdef class BlockPool(BlockMemory):
         return self.owners[block] > 1 or (self.index is not None and self.index.knows(block))
 
     def is_patched(self, int32_t block):
-        """Whether a sealed block is patched; see `kv_layout`."""
-        return self.floats is not None and self.floats.kept_codes[block] < 0
+        """Whether a sealed block is patched in some layer; see `kv_layout`."""
+        return self.floats is not None and self.floats.first_patch(block) < self.block_size
 
     cdef int copy_block(self, int32_t source, int32_t target) except -1:
         """Copy a block with its float rows."""

@@ -47,17 +47,17 @@ def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
             checkpoints.check_truncate(complete, max(storage.length, complete + (first < complete)))
         try:
             for table in storage.tables if first < last else ():
-                one = [table, None, table.map.count, table.states.floats_begin]
+                one = [table, None, table.map.count]
                 opened.append(one)
-                one[1] = table.open_range(first - storage.base, last - storage.base)  # so that no step comes after it that can fail
+                one[1] = table.open_range(-1, first - storage.base, last - storage.base)  # so that no step comes after it that can fail
             if begin is not None:
                 begin(first, positions[:max(complete - first, 0)].tolist())
         except BaseException:
-            for table, changes, count, floats_begin in opened:
+            for table, changes, count in opened:
                 if changes is not None:
-                    table.undo_changes(changes, count, floats_begin)
+                    table.undo_changes(changes, count)
             raise
-        for table, changes, _, _ in opened:
+        for table, changes, _ in opened:
             _move(table, first - storage.base, rows)
             table.keep_changes(changes)
         storage.keep(last)
@@ -102,7 +102,7 @@ cdef int _check_moves(SequenceStorage storage, BlockTable table, Py_ssize_t firs
     first, complete = first - storage.base, complete - storage.base
     # The codes of a sealed block are those of all of its tokens together, so a token without its float row cannot move, nor can one
     # come into a block that stays sealed.
-    if table.pool.seals and (first < table.states.floats_begin or first < complete // size * size):
+    if table.pool.seals and (first < table.states.cut_end or first < complete // size * size):
         raise ValueError(f"keep cannot move a token to position {first + storage.base}, whose block of {size} tokens is sealed: call "
                          f"truncate(n, keep=...) before advance; or {again}")
     for layer in range(table.pool.num_layers):

@@ -13,7 +13,7 @@ from kvfast.codec.blocks cimport kv_context
 from kvfast.codec.projection import rotated
 from kvfast.core.kernels cimport kv_transform
 from kvfast.storage.tables.block_table cimport BlockTable
-from kvfast.storage.tables.copying cimport blocks_for, copy_table, pieces_for
+from kvfast.storage.tables.copying cimport CopyPlan, blocks_for, copy_table, plan_copy
 
 
 cdef class FrozenTables:
@@ -67,13 +67,14 @@ cdef FrozenTables copy_tables(list tables, list live):
     """Copies of tables in the pools of the tables of a sequence."""
     cdef FrozenTables frozen = FrozenTables.__new__(FrozenTables)
     cdef BlockTable table, mine, other
+    cdef CopyPlan plan
     frozen.tables = []
     for table, mine in zip(tables, live):
         other = mine.empty(mine.pool)
         frozen.tables.append(other)
-        pieces = pieces_for(other, table)
-        other.reserve(blocks_for(other, table), len(pieces))
-        copy_table(table, other, pieces, False)
+        plan = plan_copy(other, table)
+        other.reserve(blocks_for(other, table), len(plan.pieces))
+        copy_table(table, other, plan, False)
     return frozen
 
 

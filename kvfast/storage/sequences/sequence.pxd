@@ -18,7 +18,7 @@ cdef class SequenceStorage(SequenceTables):
     cdef SequenceTables _shared(self, bint counted)
     cdef int _share_blocks(self, SequenceStorage other, begin) except -1
     cdef int _copy_blocks(self, SequenceStorage other, begin) except -1
-    cdef int _copy_spliced(self, SequenceStorage other, list pieces, begin) except -1
+    cdef int _copy_spliced(self, SequenceStorage other, list plans, begin) except -1
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
     cdef Request _request(self, object index, BlockTable table, Py_ssize_t layer, Options options, q, sink_q, rope_q)
     cdef Plan _plan(self, object index, BlockTable table, Py_ssize_t layer, Request request)

@@ -16,7 +16,7 @@ from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.sequences.segments cimport Segment, SplicedReader, ask_spliced, blocks_of_copies, copied, plan_spliced
 from kvfast.storage.sequences.sequence_tables cimport SequenceTables, rows_at
 from kvfast.storage.tables.block_table cimport BlockTable
-from kvfast.storage.tables.copying cimport blocks_for, clone_table, copy_table, pieces_for
+from kvfast.storage.tables.copying cimport CopyPlan, blocks_for, clone_table, copy_table, plan_copy
 from kvfast.storage.tables.ring_table cimport RingTable
 
 from kvfast.core.text import shown
@@ -361,20 +361,20 @@ cdef class SequenceStorage(SequenceTables):
     cdef int _copy_blocks(self, SequenceStorage other, begin) except -1:
         cdef Py_ssize_t i
         cdef BlockTable table
-        cdef list pieces = [pieces_for(<BlockTable>mine, <BlockTable>table) for mine, table in zip(self.tables, other.tables)]
+        cdef list plans = [plan_copy(<BlockTable>mine, <BlockTable>table) for mine, table in zip(self.tables, other.tables)]
         for i in range(len(self.tables)):
             table = self.tables[i]
-            table.reserve(blocks_for(table, other.tables[i]), len(<list>pieces[i]))
+            table.reserve(blocks_for(table, other.tables[i]), len((<CopyPlan>plans[i]).pieces))
         if other.segments is not None:
-            return self._copy_spliced(other, pieces, begin)
+            return self._copy_spliced(other, plans, begin)
         if begin is not None:
             begin()
         for i in range(len(self.tables)):
-            copy_table(other.tables[i], self.tables[i], pieces[i], False)
+            copy_table(other.tables[i], self.tables[i], plans[i], False)
         self.forget_segments()
         return 0
 
-    cdef int _copy_spliced(self, SequenceStorage other, list pieces, begin) except -1:
+    cdef int _copy_spliced(self, SequenceStorage other, list plans, begin) except -1:
         """`_copy_blocks` of a spliced sequence."""
         cdef BlockTable table
         cdef Py_ssize_t i, copies
@@ -387,11 +387,11 @@ cdef class SequenceStorage(SequenceTables):
         segments = copied(other.segments, self.tables)
         for i in range(len(self.tables)):  # again, as the copies took blocks
             table = self.tables[i]
-            table.reserve(blocks_for(table, other.tables[i]), len(<list>pieces[i]))
+            table.reserve(blocks_for(table, other.tables[i]), len((<CopyPlan>plans[i]).pieces))
         if begin is not None:
             begin()
         for i in range(len(self.tables)):
-            copy_table(other.tables[i], self.tables[i], pieces[i], False)
+            copy_table(other.tables[i], self.tables[i], plans[i], False)
         self.set_segments(segments, other.base, other.ropes)
         return 0
 

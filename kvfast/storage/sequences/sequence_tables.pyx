@@ -29,7 +29,7 @@ cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint v
     cdef Py_ssize_t i
     for i in range(at.shape[0]):
         slots[i] = table.map.slot(at[i])
-    return decode_tokens(table.pool.layouts + layer, at, slots, table.states.floats_begin, values)
+    return decode_tokens(table.pool.layouts + layer, at, slots, table.states.begins[layer], values)
 
 
 def advance_all(list sequences, list counts, list begins):

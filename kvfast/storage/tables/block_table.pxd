@@ -36,13 +36,13 @@ cdef class BlockTable:
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1
     cdef list pieces(self)
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
-    cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil
+    cdef bint is_writable(self, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept nogil
+    cdef bint _is_open(self, Py_ssize_t layer, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept
-    cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1
-    cdef int _take(self, Py_ssize_t first, Py_ssize_t last, list changes) except -1
-    cdef list open_range(self, Py_ssize_t first, Py_ssize_t last)
+    cdef int make_writable(self, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last, list changes) except -1
+    cdef list open_range(self, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last)
     cdef int keep_changes(self, list changes) except -1
-    cdef int undo_changes(self, list changes, Py_ssize_t count, Py_ssize_t floats_begin) except -1
+    cdef int undo_changes(self, list changes, Py_ssize_t count) except -1
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1
     cdef int truncate(self, Py_ssize_t n) except -1
     cdef int cut(self, Py_ssize_t n) except -1

@@ -103,8 +103,8 @@ cdef class BlockTable:
     cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1:
         """Become a sequence of `length` tokens, after `check_resume_state`. The caller takes its blocks."""
         self.set_length(length)
-        self.map.skipped, self.states.floats_begin = state["skipped_blocks"], state.get("floats_begin", 0)
-        return 0
+        self.map.skipped = state["skipped_blocks"]
+        return self.states.set_begins([one and one["floats_begin"] for one in self.states.saved_layers(state)])
 
     cdef void set_length(self, Py_ssize_t length) noexcept nogil:
         """Let all layers have as many tokens."""
@@ -124,21 +124,24 @@ cdef class BlockTable:
         context.length = self.lengths[layer]
         context.sink_blocks = self.map.sink_blocks
         context.skipped = self.map.skipped
-        context.floats_begin, context.codes_end = self.states.floats_begin, self.states.codes_end(self.length)
+        context.floats_begin, context.codes_end = self.states.begins[layer], self.states.codes_end(layer, self.length)
 
-    cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
-        """Whether `make_writable` has nothing to do."""
+    cdef bint is_writable(self, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
+        """Whether there is nothing to do before a layer's positions first to last are written."""
         cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
         cdef int32_t block
-        if end > self.map.end() or self.pool.seals and self.states.floats_begin % size:
+        if end > self.map.end() or self.states.begins[layer] % size:
             return False
         for index in range(first // size, end):
             block = self.map.block(index)
             if self.pool.is_frozen(block):
                 return False
-            if self.pool.floats is not None and not self.pool.floats.is_open(block, index, first - index * size, last - index * size):
+            if self.pool.floats is not None and not self._is_open(layer, block, index, first, last):
                 return False
         return True
+
+    cdef bint _is_open(self, Py_ssize_t layer, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
+        return self.pool.floats.is_open(layer, block, index, first - index * self.pool.block_size, last - index * self.pool.block_size)
 
     cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept:
         """Number of pieces of float rows that `make_writable` takes."""
@@ -153,31 +156,26 @@ cdef class BlockTable:
             if block >= 0 and self.pool.is_frozen(block):
                 block, source = -1, block
             begin = first - index * size
-            if self.states.is_cut(index):
+            if self.states.is_cut(-1, index):
                 begin = 0
             needed += self.pool.floats.needed(block, source, index, begin, last - index * size)
         return needed
 
-    cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
-        """Take blocks for the positions first to last, and copy those that other tables share."""
-        self._take(first, last, None)
-        return 0
-
-    cdef list open_range(self, Py_ssize_t first, Py_ssize_t last):
-        """`make_writable` so that `undo_changes` can go back. Returns the changes to blocks that the table had, for that or for
-        `keep_changes`: the entry of a block that was copied, and the block; or a block, its pieces of float rows and its kept codes."""
-        cdef Py_ssize_t count = self.map.count, floats_begin = self.states.floats_begin
+    cdef list open_range(self, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last):
+        """`make_writable` so that `undo_changes` can go back. Returns the changes for that or for `keep_changes`: the entry of a block
+        that was copied, and the block; a block, its pieces of float rows and its kept codes; or `begins` before layers were opened."""
+        cdef Py_ssize_t count = self.map.count
         cdef list changes = []
         try:
-            self._take(first, last, changes)
+            self.make_writable(layer, first, last, changes)
         except BaseException:  # also where an object of `changes` could not be made
-            self.undo_changes(changes, count, floats_begin)
+            self.undo_changes(changes, count)
             raise
         return changes
 
-    cdef int _take(self, Py_ssize_t first, Py_ssize_t last, list changes) except -1:
-        """`make_writable`. Notes in `changes`, if it is not None, what `undo_changes` needs; else makes no object, and releases what it
-        copies at once."""
+    cdef int make_writable(self, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last, list changes) except -1:
+        """Take blocks for the positions first to last of a layer, or with -1 of all, and copy those that other tables share. Notes in
+        `changes`, if it is not None, what `undo_changes` needs; else makes no object, and releases what it copies at once."""
         cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size, needed
         cdef int32_t block
         # Do first what can fail. Take all blocks and float rows at once, because large pieces of memory lie in huge pages.
@@ -199,14 +197,15 @@ cdef class BlockTable:
                 if self.pool.secure:
                     self._wipe_behind(index)
             elif changes is not None and self.pool.floats is not None and (
-                    self.states.is_cut(index)
-                    or not self.pool.floats.is_open(self.map.blocks[at], index, first - index * size, last - index * size)):
+                    self.states.is_cut(layer, index) or not self._is_open(layer, self.map.blocks[at], index, first, last)):
                 block = self.map.blocks[at]
-                changes.append((block, self.pool.floats.pieces_of(block), self.pool.floats.kept_codes[block]))
-            if self.states.is_cut(index):
-                self.states.reopen()
+                changes.append((block, self.pool.floats.pieces_of(block), self.pool.floats.kept_of(block)))
+            if self.states.is_cut(layer, index):
+                if changes is not None:
+                    changes.append((self.states.listed(),))
+                self.states.reopen(layer)
             if self.pool.floats is not None:
-                self.pool.floats.open(self.map.blocks[at], index, first - index * size, last - index * size)
+                self.pool.floats.open(layer, self.map.blocks[at], index, first - index * size, last - index * size)
         return 0
 
     cdef int keep_changes(self, list changes) except -1:
@@ -216,7 +215,7 @@ cdef class BlockTable:
                 self.pool.release(change[1])
         return 0
 
-    cdef int undo_changes(self, list changes, Py_ssize_t count, Py_ssize_t floats_begin) except -1:
+    cdef int undo_changes(self, list changes, Py_ssize_t count) except -1:
         """Go back to before `open_range`, when there were `count` blocks."""
         cdef Py_ssize_t at
         cdef int32_t block
@@ -226,10 +225,11 @@ cdef class BlockTable:
                 if self.map.blocks[at] != block:
                     self.pool.release(self.map.blocks[at])
                     self.map.blocks[at] = block
-            else:
+            elif len(change) == 3:
                 self.pool.floats.keep_pieces(change[0], change[1])
-                self.pool.floats.set_kept_codes(change[0], change[2])
-        self.states.floats_begin = floats_begin
+                self.pool.floats.set_kept(change[0], change[2])
+            else:
+                self.states.set_begins(change[0])
         self.map.release_from(count)
         self.pool.trim_surplus()
         return 0
@@ -260,7 +260,7 @@ cdef class BlockTable:
         """Append tokens to those of a layer. If a value cannot be stored, the table and its pool stay as they were."""
         cdef kv_layout *layout = self.pool.layouts + layer
         cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens
-        cdef Py_ssize_t floats_begin = self.states.floats_begin, count = self.map.count
+        cdef Py_ssize_t count = self.map.count
         cdef Py_ssize_t num_slabs = max(<Py_ssize_t>1, self.pool.num_slabs)
         cdef int64_t[::1] view
         cdef int64_t slot
@@ -271,7 +271,7 @@ cdef class BlockTable:
         if self.pool.index is not None and self.map.blocks_needed(first, first + n) > self.pool.num_free:
             self.ensure(self.map.blocks_needed(first, first + n))
             check_storable(layout, k, v, rotary, NULL)  # now, as a known block that is evicted does not come back
-        changes = self.open_range(first, first + n)
+        changes = self.open_range(layer, first, first + n)
         try:
             if n == 1:
                 slot = self.map.slot(first)
@@ -281,7 +281,7 @@ cdef class BlockTable:
                     view[i] = self.map.slot(first + i)
                 write_rows(layout, k, v, rotary, &view[0], True, True)
         except BaseException:
-            self.undo_changes(changes, count, floats_begin)
+            self.undo_changes(changes, count)
             if self.pool.num_slabs > num_slabs:
                 self.pool.trim()
             if self.pool.secure:
@@ -332,7 +332,7 @@ cdef class BlockTable:
         cdef Py_ssize_t gone = first // self.pool.block_size - self.map.skipped
         if gone > 0:
             self.map.skip(gone)
-            self.states.floats_begin = max(self.states.floats_begin, self.map.skipped * self.pool.block_size if self.pool.seals else 0)
+            self.states.raise_to(self.map.skipped * self.pool.block_size)
         return 0
 
     cdef int wipe_before(self, Py_ssize_t first) except -1:
@@ -361,9 +361,9 @@ cdef class BlockTable:
 
     cdef int copy_resume_state(self, BlockTable other) except -1:
         """Copy the lengths of a table of the same kind, and which of its tokens are left."""
-        self.map.skipped, self.length, self.states.floats_begin = self.skipped_of(other), other.length, other.states.floats_begin
+        self.map.skipped, self.length = self.skipped_of(other), other.length
         memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
-        return 0
+        return self.states.take(other.states.begins)
 
     cdef int share(self, BlockTable other) except -1:
         """Become a copy of another table of this pool that shares its blocks."""
@@ -403,7 +403,7 @@ cdef class BlockTable:
         self.map.adopt(blocks)
         self.map.skipped = skipped
         self.set_length(self.map.end() * self.pool.block_size)
-        self.states.floats_begin = self.length
+        self.states.raise_to(self.length)
         return 0
 
     cdef int open(self, Py_ssize_t count) except -1:

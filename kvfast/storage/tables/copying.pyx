@@ -1,5 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Copies the stored tokens of a sequence. Codes and scales do not change, even if the block size does."""
+import numpy as np
+
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
@@ -19,7 +21,7 @@ ctypedef struct kv_copy:
     const kv_layout *target
     const int32_t *to_blocks
     Py_ssize_t num_slots
-    Py_ssize_t codes_end
+    const Py_ssize_t *codes_end
 
 
 cdef Py_ssize_t blocks_for(BlockTable target, BlockTable source) noexcept:
@@ -27,38 +29,49 @@ cdef Py_ssize_t blocks_for(BlockTable target, BlockTable source) noexcept:
     return (source.longest() + target.pool.block_size - 1) // target.pool.block_size - target.skipped_of(source)
 
 
-cdef list pieces_for(BlockTable target, BlockTable source):
-    """`pieces` of `target` once it is a copy of `source`."""
+cdef class CopyPlan:
+    """What `copy_table` needs to know: made before, as it must not fail."""
+
+
+cdef CopyPlan plan_copy(BlockTable target, BlockTable source):
+    cdef CopyPlan plan = CopyPlan.__new__(CopyPlan)
+    plan.codes, plan.layers = slots_with_codes(source), source.states.layers(source.length, source.longest())
     if target.pool.block_size == source.pool.block_size:
-        return source.pieces()
-    # Only the start of the sequence has float rows: tables that seal blocks have the same block size.
-    return [0] if target.pool.has_sinks and source.longest() and (target.map.sink_blocks or target.skipped_of(source) == 0) else []
+        plan.pieces = source.pieces()
+    else:  # only the start of the sequence has float rows: tables that seal blocks have the same block size
+        starts = target.pool.has_sinks and source.longest() and (target.map.sink_blocks or target.skipped_of(source) == 0)
+        plan.pieces = [0] if starts else []
+    return plan
+
+
+cdef Py_ssize_t[::1] slots_with_codes(BlockTable table):
+    """Number of slots in use that have codes, of each layer."""
+    cdef Py_ssize_t layer, longest = table.longest()
+    return np.array([table.states.slots_with_codes(layer, table.length, longest) for layer in range(table.pool.num_layers)], np.intp)
 
 
 cdef BlockTable clone_table(BlockTable table, BlockPool pool):
     """A deep copy in another pool of the same layers. A signal handler that raises ends it early, as no one uses the copy
     yet."""
     cdef BlockTable other = table.empty(pool)
-    cdef list pieces = pieces_for(other, table)
-    other.reserve(blocks_for(other, table), len(pieces))
-    copy_table(table, other, pieces, True)
+    cdef CopyPlan plan = plan_copy(other, table)
+    other.reserve(blocks_for(other, table), len(plan.pieces))
+    copy_table(table, other, plan, True)
     return other
 
 
-cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_stop) except -1:
-    """Make `target` equal to `source`, a table of another pool, with a copy of its tokens. Call `reserve` before; `pieces` are
-    those of `pieces_for`."""
+cdef int copy_table(BlockTable source, BlockTable target, CopyPlan plan, bint may_stop) except -1:
+    """Make `target` equal to `source`, a table of another pool, with a copy of its tokens. Call `reserve` before."""
     target._exchange(blocks_for(target, source))
     target.copy_resume_state(source)
     if source.pool.block_size != target.pool.block_size and (source.map.skipped or target.map.skipped):
         _copy_held(source, target)
     else:
         copy_slots(source.pool.layouts, source.map.blocks, target.pool.layouts, target.map.blocks, target.pool.num_layers,
-                   source.num_slots(), source.states.slots_with_codes(source.length, source.longest()), may_stop)
-    target.states.set_kept_codes(source.states.kept_codes_of_cut(source.longest()))
-    target.states.set_patches(source.states.patches(source.length, source.longest()))
+                   source.num_slots(), plan.codes, may_stop)
+    target.states.set_codes(plan.layers)
     if target.pool.floats is not None:
-        _copy_floats(source, target, pieces)
+        _copy_floats(source, target, plan.pieces)
     return 0
 
 
@@ -115,10 +128,10 @@ cdef void _copy_held_side(const kv_kernels *kernels, BlockTable source, BlockTab
 
 
 cdef int copy_slots(const kv_layout *source, const int32_t *from_blocks, const kv_layout *target, const int32_t *to_blocks,
-                    Py_ssize_t num_layers, Py_ssize_t num_slots, Py_ssize_t codes_end, bint may_stop) except -1:
+                    Py_ssize_t num_layers, Py_ssize_t num_slots, const Py_ssize_t[::1] codes_end, bint may_stop) except -1:
     """Copy the first `num_slots` slots of a list of blocks to another list, and zero the rest of the last block.
 
-    Both have the same layers, heads, head_dim and formats. In layers that seal blocks only `codes_end` slots have codes. With
+    Both have the same layers, heads, head_dim and formats. A layer that seals blocks has codes of `codes_end` slots alone. With
     `may_stop`, a signal handler that raises ends the copy.
     """
     cdef Py_ssize_t layer, nbytes = 0
@@ -127,7 +140,7 @@ cdef int copy_slots(const kv_layout *source, const int32_t *from_blocks, const k
     for layer in range(num_layers):
         nbytes += (source[layer].k.bytes + source[layer].v.bytes) * source.num_kv_heads
     call.kernels, call.source, call.from_blocks, call.target, call.to_blocks = active(), source, from_blocks, target, to_blocks
-    call.num_slots, call.codes_end = num_slots, codes_end
+    call.num_slots, call.codes_end = num_slots, &codes_end[0]
     gather(&team, None, <double>(nbytes / source.k.block_size) * num_slots)
     if not may_stop:
         team.watch = NULL
@@ -142,14 +155,15 @@ cdef int _copy_side(void *shared, Py_ssize_t index, int thread, kv_watch *watch)
     cdef const int32_t *to_blocks = call.to_blocks
     cdef bint values = index % 2
     cdef Py_ssize_t heads = call.source.num_kv_heads, head = index // 2 % heads, slot, whole = 0, num_slots = call.num_slots
+    cdef Py_ssize_t codes_end = call.codes_end[index // 2 // heads]
     cdef const kv_layout *source = call.source + index // 2 // heads
     cdef const kv_layout *target = call.target + index // 2 // heads
     cdef const kv_side *side = &source.v if values else &source.k
     cdef const kv_side *into = &target.v if values else &target.k
     if source.seals:
-        for slot in range(call.codes_end // side.block_size, (num_slots + side.block_size - 1) // side.block_size):
+        for slot in range(codes_end // side.block_size, (num_slots + side.block_size - 1) // side.block_size):
             memset(_block(target, to_blocks[slot], head, values), 0, side.bytes)
-        num_slots = min(num_slots, call.codes_end)
+        num_slots = min(num_slots, codes_end)
     if side.block_size == into.block_size:
         whole = num_slots // side.block_size
         for slot in range(whole):

@@ -132,9 +132,10 @@ cdef class RingTable(BlockTable):
         if evicted > most or skipped and (self.map.sink_blocks + skipped) * size > evicted:
             raise ValueError(f"the state of a ring must fit its window of {self.window}, {self.num_sink_tokens} sink tokens and "
                              f"{length} tokens, got {shown(state)}")
-        if self.pool.seals and skipped and (
-                state["floats_begin"] < (self.map.sink_blocks + skipped) * size
-                or any([self.map.sink_blocks <= index < self.map.sink_blocks + skipped for index, _ in state.get("patches", [])])):
+        for one in self.states.saved_layers(state) if skipped else ():
+            if one is None or one["floats_begin"] >= (self.map.sink_blocks + skipped) * size and not any([
+                    self.map.sink_blocks <= index < self.map.sink_blocks + skipped for index, _ in one.get("patches", [])]):
+                continue
             raise ValueError(f"the state of a ring must fit the {skipped} blocks that it has dropped, got {shown(state)}")
         return (length + size - 1) // size - skipped
 

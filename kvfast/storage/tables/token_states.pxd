@@ -1,4 +1,6 @@
 """The states of a sequence's tokens."""
+from libc.stdint cimport int32_t
+
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.tables.block_map cimport BlockMap
 
@@ -7,25 +9,35 @@ from kvfast.storage.tables.block_map cimport BlockMap
 cdef class TokenStates:
     cdef BlockPool pool
     cdef BlockMap map
-    cdef Py_ssize_t floats_begin       # if blocks are sealed, number of first tokens without float rows; see kv_context
-    cdef Py_ssize_t kept_codes         # for a table without blocks, see `block_bytes`: its future `kept_codes_of_cut`
-    cdef list patched                  # and its future `patches`
+    # (num_layers,) of layers that seal blocks, number of first tokens without float rows; see kv_context. What a layer reads depends on
+    # its own format and tokens alone, so each layer has its own, and its own codes in a block that was cut.
+    cdef Py_ssize_t *begins
+    cdef Py_ssize_t floats_begin, cut_end  # the least and the most of them
+    cdef list planned                  # for a table without blocks, see `block_bytes`: its future `layers`
 
-    cdef Py_ssize_t codes_end(self, Py_ssize_t length) noexcept nogil
-    cdef Py_ssize_t kept_codes_of_cut(self, Py_ssize_t longest) noexcept nogil
-    cdef Py_ssize_t slots_with_codes(self, Py_ssize_t length, Py_ssize_t longest) noexcept nogil
-    cdef bint is_cut(self, Py_ssize_t index) noexcept nogil
-    cdef Py_ssize_t floats_begin_at(self, Py_ssize_t length) noexcept nogil
+    cdef void _sum_up(self) noexcept nogil
+    cdef Py_ssize_t codes_end(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil
+    cdef Py_ssize_t kept_codes_of_cut(self, Py_ssize_t layer, Py_ssize_t longest) except -1
+    cdef Py_ssize_t slots_with_codes(self, Py_ssize_t layer, Py_ssize_t length, Py_ssize_t longest) except -1
+    cdef bint is_cut(self, Py_ssize_t layer, Py_ssize_t index) noexcept nogil
     cdef bint just_counts(self, Py_ssize_t length, Py_ssize_t n) noexcept nogil
     cdef int seal(self, Py_ssize_t length, Py_ssize_t n, Py_ssize_t gone) except -1
     cdef int release_float_rows(self, Py_ssize_t length) except -1
     cdef int settle(self, Py_ssize_t length) except -1
+    cdef void raise_to(self, Py_ssize_t position) noexcept nogil
     cdef int _release(self, Py_ssize_t first, Py_ssize_t last) except -1
-    cdef int reopen(self) except -1
+    cdef int reopen(self, Py_ssize_t layer) except -1
     cdef int cut(self, Py_ssize_t length) except -1
-    cdef void set_kept_codes(self, Py_ssize_t kept_codes) noexcept
+    cdef int take(self, const Py_ssize_t *begins) except -1
+    cdef list listed(self)
+    cdef int set_begins(self, list begins) except -1
     cdef list pieces(self, Py_ssize_t length, Py_ssize_t longest)
-    cdef list patches(self, Py_ssize_t length, Py_ssize_t longest)
-    cdef int set_patches(self, list patches) except -1
+    cdef list patches(self, Py_ssize_t layer, Py_ssize_t length, Py_ssize_t longest)
+    cdef list layers(self, Py_ssize_t length, Py_ssize_t longest)
+    cdef int set_codes(self, list layers) except -1
     cdef dict saved(self, Py_ssize_t length, Py_ssize_t longest)
+    cdef list saved_layers(self, dict state)
     cdef dict check_saved(self, Py_ssize_t length, dict state)
+
+
+cdef Py_ssize_t coded_at(Py_ssize_t length, Py_ssize_t open_tokens, Py_ssize_t block_size) noexcept nogil

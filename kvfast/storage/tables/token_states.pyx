@@ -1,11 +1,17 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Which tokens of a sequence have codes, which have float rows, and which have both."""
-from libc.stdint cimport int16_t, int32_t
-from libc.stdlib cimport abs
+from libc.stdint cimport int32_t
+from libc.stdlib cimport abs, calloc, free
+from libc.string cimport memcpy
 
 from kvfast.core.checks cimport check_count
-from kvfast.core.limits cimport KV_PIECE
+from kvfast.core.limits cimport KV_PIECE, KV_UNLIMITED
 from kvfast.storage.tables.block_map cimport BlockMap
+
+
+cdef Py_ssize_t coded_at(Py_ssize_t length, Py_ssize_t open_tokens, Py_ssize_t block_size) noexcept nogil:
+    """Number of first tokens of a sequence of `length` tokens that a layer with these `open_tokens` needs no float rows of."""
+    return (length - open_tokens) // block_size * block_size if length > open_tokens else 0
 
 
 cdef class TokenStates:
@@ -13,38 +19,55 @@ cdef class TokenStates:
 
     def __cinit__(self, BlockMap map):
         self.map, self.pool = map, map.pool
+        self.begins = <Py_ssize_t *>calloc(self.pool.num_layers, sizeof(Py_ssize_t))
+        if self.begins == NULL:
+            raise MemoryError("cannot allocate the states of a sequence")
 
-    cdef Py_ssize_t codes_end(self, Py_ssize_t length) noexcept nogil:
-        """If blocks are sealed, number of first tokens with codes."""
-        return max(self.floats_begin, length // self.pool.block_size * self.pool.block_size)
+    def __dealloc__(self):
+        free(self.begins)
 
-    cdef Py_ssize_t kept_codes_of_cut(self, Py_ssize_t longest) noexcept nogil:
-        """Number of tokens from `floats_begin` on, in a block that was cut, whose old codes are used again when it fills up."""
-        if not self.pool.seals or self.floats_begin % self.pool.block_size or self.floats_begin >= longest:
+    cdef void _sum_up(self) noexcept nogil:
+        cdef Py_ssize_t i
+        self.floats_begin, self.cut_end = KV_UNLIMITED if self.pool.seals else 0, 0
+        for i in range(self.pool.num_layers):
+            if self.pool.layouts[i].seals:
+                self.floats_begin, self.cut_end = min(self.floats_begin, self.begins[i]), max(self.cut_end, self.begins[i])
+
+    cdef Py_ssize_t codes_end(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil:
+        """If a layer seals blocks, number of its first tokens with codes."""
+        return max(self.begins[layer], length // self.pool.block_size * self.pool.block_size)
+
+    cdef Py_ssize_t kept_codes_of_cut(self, Py_ssize_t layer, Py_ssize_t longest) except -1:
+        """Number of a layer's tokens from `begins` on, in a block that was cut, whose old codes are used again when it fills up."""
+        cdef Py_ssize_t begin = self.begins[layer]
+        if begin % self.pool.block_size or begin >= longest:
             return 0
         if self.map.count == 0:
-            return self.kept_codes
-        return min(abs(self.pool.floats.kept_codes[self.map.block(self.floats_begin // self.pool.block_size)]),
-                   longest - self.floats_begin)
+            return self.planned[layer]["kept_codes"]
+        return min(abs(self.pool.floats.kept_codes[layer][self.map.block(begin // self.pool.block_size)]), longest - begin)
 
-    cdef Py_ssize_t slots_with_codes(self, Py_ssize_t length, Py_ssize_t longest) noexcept nogil:
-        """If blocks are sealed, number of slots in use that have codes."""
-        return (max(self.codes_end(length), self.floats_begin + self.kept_codes_of_cut(longest))
-                - self.map.skipped * self.pool.block_size)
+    cdef Py_ssize_t slots_with_codes(self, Py_ssize_t layer, Py_ssize_t length, Py_ssize_t longest) except -1:
+        """Number of slots in use that have codes in a layer."""
+        cdef Py_ssize_t end = longest
+        if self.pool.layouts[layer].seals:
+            end = max(self.codes_end(layer, length), self.begins[layer] + self.kept_codes_of_cut(layer, longest))
+        return end - self.map.skipped * self.pool.block_size
 
-    cdef bint is_cut(self, Py_ssize_t index) noexcept nogil:
-        """Whether this is a sealed block that was cut, which must be opened again before others can follow."""
-        return self.pool.seals and self.floats_begin % self.pool.block_size and index == self.floats_begin // self.pool.block_size
-
-    cdef Py_ssize_t floats_begin_at(self, Py_ssize_t length) noexcept nogil:
-        """Number of first tokens of a sequence of `length` tokens that need no float rows."""
-        cdef Py_ssize_t end = length - self.pool.open_tokens
-        return end // self.pool.block_size * self.pool.block_size if end > 0 else 0
+    cdef bint is_cut(self, Py_ssize_t layer, Py_ssize_t index) noexcept nogil:
+        """Whether this is a sealed block of a layer, or with -1 of any, that was cut, which must be opened again before others can
+        follow."""
+        cdef Py_ssize_t end = self.cut_end if layer < 0 else self.begins[layer]
+        return end % self.pool.block_size and index == end // self.pool.block_size
 
     cdef bint just_counts(self, Py_ssize_t length, Py_ssize_t n) noexcept nogil:
         """Whether `n` more tokens seal no block and release none."""
-        cdef Py_ssize_t size = self.pool.block_size
-        return not self.pool.seals or (length + n) // size == length // size and self.floats_begin_at(length + n) <= self.floats_begin
+        cdef Py_ssize_t size = self.pool.block_size, after = length + n, i
+        if not self.pool.seals or after // KV_PIECE == length // KV_PIECE:  # blocks and `open_tokens` are whole pieces
+            return True
+        for i in range(self.pool.num_layers):
+            if self.pool.layouts[i].seals and coded_at(after, self.pool.layouts[i].open_tokens, size) > self.begins[i]:
+                return False
+        return after // size == length // size
 
     cdef int seal(self, Py_ssize_t length, Py_ssize_t n, Py_ssize_t gone) except -1:
         """Seal the blocks that become full by `n` more tokens. Those between the sinks and block `gone` are dropped at once. The codes
@@ -52,29 +75,39 @@ cdef class TokenStates:
         cdef Py_ssize_t size = self.pool.block_size, index, sinks = self.map.sink_blocks
         full = [self.map.block(index) for index in range(length // size, (length + n) // size) if index >= gone or index < sinks]
         if full:
-            self.pool.floats.seal(full, length < size and (gone == 0 or sinks > 0), NULL)
+            self.pool.floats.seal(full, length < size and (gone == 0 or sinks > 0), NULL, -1)
         return 0
 
     cdef int release_float_rows(self, Py_ssize_t length) except -1:
         """Release the float rows that no query reads any more."""
-        cdef Py_ssize_t size = self.pool.block_size, index, gone = self.map.gap_end()
-        cdef Py_ssize_t floats_begin = max(self.floats_begin, self.floats_begin_at(length), gone * size)
-        self._release(self.floats_begin // size, floats_begin // size)
-        if floats_begin > self.floats_begin:
-            self.floats_begin = floats_begin
+        cdef Py_ssize_t size = self.pool.block_size, index, i, before = self.floats_begin
+        for i in range(self.pool.num_layers):
+            if self.pool.layouts[i].seals:
+                self.begins[i] = max(self.begins[i], coded_at(length, self.pool.layouts[i].open_tokens, size))
+        self.raise_to(self.map.gap_end() * size)
+        self._release(before // size, self.floats_begin // size)
+        if self.floats_begin > before:
             # The float rows of the newest tokens of a prompt lie after all that were released.
-            for index in range(floats_begin // size, (length + size - 1) // size):
+            for index in range(self.floats_begin // size, (length + size - 1) // size):
                 self.pool.floats.move_down(self.map.block(index))
             self.pool.floats.pieces.trim()
         return 0
 
     cdef int settle(self, Py_ssize_t length) except -1:
         """Let queries read full blocks by their codes alone, as no more tokens follow."""
-        cdef Py_ssize_t size = self.pool.block_size
+        cdef Py_ssize_t size = self.pool.block_size, before = self.floats_begin
         if self.pool.seals:
-            self._release(self.floats_begin // size, length // size)
-            self.floats_begin = max(self.floats_begin, length // size * size)
+            self.raise_to(length // size * size)
+            self._release(before // size, length // size)
         return 0
+
+    cdef void raise_to(self, Py_ssize_t position) noexcept nogil:
+        """Let the tokens below `position` have codes alone."""
+        cdef Py_ssize_t i
+        for i in range(self.pool.num_layers):
+            if self.pool.layouts[i].seals:
+                self.begins[i] = max(self.begins[i], position)
+        self._sum_up()
 
     cdef int _release(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Release the float rows of sealed blocks. A fork or a snapshot may still read them. Then they are released with the block."""
@@ -84,97 +117,150 @@ cdef class TokenStates:
                 self.pool.floats.release_sealed(self.map.block(index), index == 0)
         return 0
 
-    cdef int reopen(self) except -1:
-        """Give the tokens of a sealed block that was cut float rows again, so that others can follow."""
-        cdef Py_ssize_t size = self.pool.block_size, index = self.floats_begin // size
-        self.pool.floats.restore(self.map.block(index), index, self.floats_begin % size)
-        self.floats_begin = index * size
+    cdef int reopen(self, Py_ssize_t layer) except -1:
+        """Give the tokens of the block that was cut float rows again in a layer, or with -1 in all, so that others can follow."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index
+        for i in range(self.pool.num_layers):
+            index = self.begins[i] // size
+            if (layer < 0 or i == layer) and self.pool.layouts[i].seals and self.begins[i] % size:
+                self.pool.floats.restore(i, self.map.block(index), index, self.begins[i] % size)
+                self.begins[i] = index * size
+        self._sum_up()
         return 0
 
     cdef int cut(self, Py_ssize_t length) except -1:
-        """The sequence was cut to `length` tokens. If these are all that a block had before it was opened again, its codes are read,
-        whoever shares its float rows."""
-        cdef Py_ssize_t size = self.pool.block_size, begin = length // size * size
-        cdef int32_t block
-        self.floats_begin = min(self.floats_begin, length)
-        if not self.pool.seals or self.floats_begin != begin or begin == length:
-            return 0
-        block = self.map.block(begin // size)
-        if self.pool.floats.kept_codes[block] >= length - begin:
-            if self.pool.owners[block] == 1:
-                self.pool.floats.release(block, 1 if begin == 0 and self.pool.has_sinks else 0)
-                self.pool.floats.set_kept_codes(block, 0)
-            self.floats_begin = length
+        """The sequence was cut to `length` tokens. If these are all that a layer had in a block before it was opened again, its codes
+        are read, whoever shares its float rows."""
+        cdef Py_ssize_t size = self.pool.block_size, begin = length // size * size, i
+        cdef int32_t block = self.map.block(begin // size) if self.pool.seals and begin < length else -1
+        for i in range(self.pool.num_layers if self.pool.seals else 0):
+            if not self.pool.layouts[i].seals:
+                continue
+            self.begins[i] = min(self.begins[i], length)
+            if block >= 0 and self.begins[i] == begin and self.pool.floats.kept_codes[i][block] >= length - begin:
+                self.begins[i] = length
+                if self.pool.owners[block] == 1:
+                    self.pool.floats.set_kept_codes(i, block, 0)
+        self._sum_up()
+        if block >= 0 and self.floats_begin == length and self.pool.owners[block] == 1:
+            self.pool.floats.release_sealed(block, begin == 0)
         return 0
 
-    cdef void set_kept_codes(self, Py_ssize_t kept_codes) noexcept:
-        """Take over `kept_codes_of_cut`."""
-        if kept_codes:
-            self.pool.floats.kept_codes[self.map.block(self.floats_begin // self.pool.block_size)] = <int16_t>kept_codes
+    cdef int take(self, const Py_ssize_t *begins) except -1:
+        """Take over the `begins` of another table with the same layers."""
+        memcpy(self.begins, begins, self.pool.num_layers * sizeof(Py_ssize_t))
+        self._sum_up()
+        return 0
+
+    cdef list listed(self):
+        """`begins`; None for layers that do not seal blocks."""
+        cdef Py_ssize_t i
+        return [self.begins[i] if self.pool.layouts[i].seals else None for i in range(self.pool.num_layers)]
+
+    cdef int set_begins(self, list begins) except -1:
+        """Take over `begins`, as `listed`."""
+        cdef Py_ssize_t i
+        for i in range(self.pool.num_layers):
+            self.begins[i] = begins[i] or 0
+        self._sum_up()
+        return 0
 
     cdef list pieces(self, Py_ssize_t length, Py_ssize_t longest):
         """First positions of the pieces of float rows that the sequence reads, or will read."""
+        cdef Py_ssize_t size = self.pool.block_size, layer
         first = [0] if self.pool.has_sinks and longest > 0 and (self.map.skipped == 0 or self.map.sink_blocks) else []
         if not self.pool.seals:
             return first
-        size, pieces = self.pool.block_size, first
-        for index, kept_codes in self.patches(length, longest):
-            if index * size >= self.floats_begin:
-                continue
-            begin = max(index * size + kept_codes // KV_PIECE * KV_PIECE, KV_PIECE * len(first))
+        patched = {}
+        for layer in range(self.pool.num_layers):
+            for index, kept_codes in self.patches(layer, length, longest):
+                if index * size < self.floats_begin:
+                    patched[index] = min(kept_codes, patched.get(index, size))
+        pieces = first
+        for index in sorted(patched):
+            begin = max(index * size + patched[index] // KV_PIECE * KV_PIECE, KV_PIECE * len(first))
             pieces = pieces + list(range(begin, min((index + 1) * size, longest), KV_PIECE))
         begin = self.floats_begin // KV_PIECE * KV_PIECE if self.floats_begin < longest else longest
         return pieces + list(range(max(begin, KV_PIECE * len(first)), longest, KV_PIECE))
 
-    cdef list patches(self, Py_ssize_t length, Py_ssize_t longest):
-        """Patched blocks, see `kv_layout`: the index of each, and the number of its tokens that have codes. Queries still read all
-        tokens from `floats_begin` on as float rows."""
+    cdef list patches(self, Py_ssize_t layer, Py_ssize_t length, Py_ssize_t longest):
+        """Patched blocks of a layer, see `kv_layout`: the index of each, and the number of its tokens that have codes. Queries still
+        read all tokens from `begins` on as float rows."""
         cdef Py_ssize_t size = self.pool.block_size, index, kept_codes
-        if not self.pool.seals:
-            return []
-        if self.map.count == 0:
-            return self.patched or []
-        patches = []
-        for index in range(max((self.floats_begin + size - 1) // size, length // size) if self.pool.floats.num_patched else 0):
+        cdef list patches = []
+        if self.map.count == 0 and self.planned is not None and self.pool.layouts[layer].seals:
+            return self.planned[layer].get("patches", [])
+        for index in range((self.codes_end(layer, length) + size - 1) // size if self.pool.layouts[layer].num_patched else 0):
             if self.map.keeps(index):
-                kept_codes = -self.pool.floats.kept_codes[self.map.block(index)]
+                kept_codes = -self.pool.floats.kept_codes[layer][self.map.block(index)]
                 if kept_codes > 0 and index * size + kept_codes < longest:
-                    patches.append((index, kept_codes))
+                    patches.append([index, kept_codes])
         return patches
 
-    cdef int set_patches(self, list patches) except -1:
-        """Take over `patches`."""
-        for index, kept_codes in patches:
-            self.pool.floats.set_kept_codes(self.map.block(index), -kept_codes)
+    cdef list layers(self, Py_ssize_t length, Py_ssize_t longest):
+        """The state of each layer that seals blocks; None for the others."""
+        cdef Py_ssize_t layer
+        cdef list patches, layers = [None] * self.pool.num_layers
+        for layer in range(self.pool.num_layers):
+            if self.pool.layouts[layer].seals:
+                patches = self.patches(layer, length, longest)
+                layers[layer] = {"floats_begin": self.begins[layer], "kept_codes": self.kept_codes_of_cut(layer, longest)}
+                layers[layer] |= {"patches": patches} if patches else {}
+        return layers
+
+    cdef int set_codes(self, list layers) except -1:
+        """Take over `layers`, once the blocks are there."""
+        cdef Py_ssize_t layer, index, kept_codes
+        cdef dict state
+        for layer in range(self.pool.num_layers if self.pool.seals else 0):
+            state = layers[layer]
+            if state is None:
+                continue
+            if state["kept_codes"]:
+                self.pool.floats.set_kept_codes(layer, self.map.block(self.begins[layer] // self.pool.block_size), state["kept_codes"])
+            for index, kept_codes in state.get("patches", ()):
+                self.pool.floats.set_kept_codes(layer, self.map.block(index), -kept_codes)
         return 0
 
     cdef dict saved(self, Py_ssize_t length, Py_ssize_t longest):
-        """What a file stores of the states."""
-        if not self.pool.seals:
+        """What a file stores of the states: that of all layers, or of each where they differ."""
+        cdef list layers = [state for state in self.layers(length, longest) if state is not None]
+        if not layers:
             return {}
-        patches = [list(patch) for patch in self.patches(length, longest)]
-        codes = {"floats_begin": self.floats_begin, "kept_codes": self.kept_codes_of_cut(longest)}
-        return codes | ({"patches": patches} if patches else {})
+        return layers[0] if layers.count(layers[0]) == len(layers) else {"layers": layers}
+
+    cdef list saved_layers(self, dict state):
+        """`layers` of what `saved` returned."""
+        cdef Py_ssize_t i
+        states = iter(state.get("layers", [state] * self.pool.num_layers))
+        return [next(states) if self.pool.layouts[i].seals else None for i in range(self.pool.num_layers)]
 
     cdef dict check_saved(self, Py_ssize_t length, dict state):
         """Check the entries of `state` about sealed blocks; returns the other entries."""
-        cdef Py_ssize_t floats_begin, kept_codes
+        cdef Py_ssize_t i, sealing = 0
         if not self.pool.seals:
             return state
-        # Tokens that no query reads as floats have no float rows. So few tokens have them, however long the file claims to be.
-        floats_begin = check_count(state.get("floats_begin"), "floats_begin", self.floats_begin_at(length), length)
-        if floats_begin != length and floats_begin % self.pool.block_size:
-            raise ValueError(f"floats_begin must be all {length} tokens or a multiple of the block size {self.pool.block_size}, "
-                             f"got {floats_begin}")
-        kept_codes = min(length - floats_begin, self.pool.block_size)
-        check_count(state.get("kept_codes"), "kept_codes", 0, kept_codes)
-        self._check_patches(floats_begin, length, state.get("patches", []))
-        return {name: value for name, value in state.items() if name not in ("floats_begin", "kept_codes", "patches")}
+        for i in range(self.pool.num_layers):
+            sealing += self.pool.layouts[i].seals
+        layers = state.get("layers")
+        if layers is not None and (len(layers) != sealing or layers.count(layers[0]) == sealing):
+            raise ValueError(f"layers must be {sealing} that differ, one for each layer of the table that seals blocks")
+        for i, one in enumerate(self.saved_layers(state)):
+            if one is not None:
+                self._check_layer(self.pool.layouts[i].open_tokens, length, one)
+        names = ("layers",) if layers is not None else ("floats_begin", "kept_codes", "patches")
+        return {name: value for name, value in state.items() if name not in names}
 
-    def _check_patches(self, Py_ssize_t floats_begin, Py_ssize_t length, patches):
-        """Check that each patch is in a block of its own, which is full or below the coded tokens."""
-        cdef Py_ssize_t size = self.pool.block_size, last = -1, blocks = max((floats_begin + size - 1) // size, length // size)
-        for index, kept_codes in patches:
+    def _check_layer(self, Py_ssize_t open_tokens, Py_ssize_t length, dict state):
+        cdef Py_ssize_t size = self.pool.block_size, floats_begin, last = -1, blocks
+        # Tokens that no query reads as floats have no float rows. So few tokens have them, however long the file claims to be.
+        floats_begin = check_count(state.get("floats_begin"), "floats_begin", coded_at(length, open_tokens, size), length)
+        if floats_begin != length and floats_begin % size:
+            raise ValueError(f"floats_begin must be all {length} tokens or a multiple of the block size {size}, got {floats_begin}")
+        check_count(state.get("kept_codes"), "kept_codes", 0, min(length - floats_begin, size))
+        # Each patch is in a block of its own, which is full or below the coded tokens.
+        blocks = max((floats_begin + size - 1) // size, length // size)
+        for index, kept_codes in state.get("patches", []):
             index = check_count(index, "the block of a patch", last + 1, max(last + 1, blocks - 1))
             kept_codes = check_count(kept_codes, "the coded tokens of a patched block", 1, size - 1)
             if index >= blocks or index * size < floats_begin <= index * size + kept_codes:

@@ -275,6 +275,7 @@ class Snapshot(States, StorageProperties):
         """A storage of its own with the same tokens."""
         storage = storage_of(self._settings, block_size or self.block_size, max_seq_len, self.secure, self.max_state_bytes)
         self._check_room(max_seq_len)
+        storage.reserve_as(self._storage)
         storage.restore(self._storage)
         return storage
 

@@ -124,6 +124,11 @@ class Opening:
         self.metadata, self.tables, self.salt = fields["metadata"], fields["tables"], None if "salted" in fields else b""
         if max_seq_len is not None and check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS) < self.seq_len:
             raise ValueError(f"max_seq_len must be at least the {self.seq_len} tokens that are stored, got {max_seq_len}")
+        layers = settings["num_layers"]
+        if len(shapes) < 2 * layers:  # before anything is made for each layer: a number takes no bytes
+            raise CorruptFileError(
+                f"the header describes no cache: {layers} layers must have at least {2 * layers} arrays, got {len(shapes)}"
+            )
         based = _with_bases(settings, layers_by_digest(calibration))
         try:
             # Without max_seq_len, so that nothing is reserved: a size from a file is not trusted for that.

@@ -687,11 +687,38 @@ def test_windows_of_any_size_reserve_nothing(path, rng, mmap):
         for window in (1 << 20, 1 << 31, 1 << 40):
             for rollback in (0, 1 << 40):
                 path.write_bytes(with_settings(data, windows=[window] * 2, rollback=rollback))
-                ring = kvfast.load(path, mmap=mmap)
-                assert ring.sliding_window == window and ring.nbytes < 1 << 20
-                fill(ring, rng, 100)
-                assert ring.nbytes < 1 << 20 and len(contents(ring)) == 7
-                assert ring.copy().nbytes < 1 << 20
+                first = kvfast.load(path, mmap=mmap)
+                for ring in (first, kvfast.load(kvfast.Snapshot.load(path)), kvfast.load(first.snapshot())):
+                    assert ring.sliding_window == window and ring.nbytes < 1 << 20
+                    fill(ring, rng, 100)
+                    assert ring.nbytes < 1 << 20 and len(contents(ring)) == 7
+                    assert ring.copy().nbytes < 1 << 20
+
+
+def test_a_ring_that_goes_back_far_is_loaded(path, rng, mmap):
+    """A large rollback of a ring's own: its file takes memory for the tokens that are there, and goes on as the ring does."""
+    ring = fill(kvfast.RingKVCache(LAYERS, HEADS, DIM, 32, rollback=10**6, dtype="float32"), rng, 70)
+    ring.save(path)
+    others = [kvfast.load(path, mmap=mmap), kvfast.load(kvfast.Snapshot.load(path))]
+    k, v = tokens(rng, 500)
+    for cache in (ring, *others):
+        for layer in range(LAYERS):
+            cache.append(layer, k, v)
+        cache.advance(500)
+        cache.truncate(60)
+    assert all(same(one, ring) and one.nbytes < 1 << 22 for one in others)
+
+
+def test_layers_without_arrays_are_refused_before_they_are_made(path, rng, mmap):
+    data, count = saved(fill(make("ring"), rng, 10), path), 1 << 14
+    form, table = fields(data)["settings"]["dtype"][:1], fields(data)["tables"][:1]
+    forged = with_settings(data, num_layers=count, dtype=form * count, windows=list(range(32, 32 + count)))
+    path.write_bytes(with_fields(forged, tables=table * count))
+    tracemalloc.start()
+    with pytest.raises(kvfast.CorruptFileError, match="arrays"):
+        kvfast.load(path, mmap=mmap)
+    assert tracemalloc.get_traced_memory()[1] < 8 * path.stat().st_size
+    tracemalloc.stop()
 
 
 def test_rope_of_rings(path, rng, mmap):

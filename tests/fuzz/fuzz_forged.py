@@ -1,9 +1,12 @@
 """Forged states, files and prompts for `fuzz_caches`: what is taken in serves a hundred calls, and what it shows is finite."""
 
+import contextlib
 import copy
 import json
 import random
+import sys
 import tempfile
+from pathlib import Path
 
 import numpy as np
 from cache_kinds import FORMATS, RINGS
@@ -16,6 +19,9 @@ from fuzz_oracle import Finding
 
 import kvfast
 from kvfast.prompts.envelope import HEADER_BYTES, complete
+
+if sys.platform.startswith("linux"):
+    import resource
 
 CALLS = 100
 REFUSED = kvfast.CorruptFileError, kvfast.IncompatibleSnapshotError
@@ -40,6 +46,8 @@ INTEGERS = [
     -(1 << 63),
 ]
 SELDOM = "floats", "positions", "bounds", "header"  # few arrays of a state are these, and much depends on them
+LITTLE = 1 << 28  # bytes
+COUNTS = "rollback", "windows", "num_sink_tokens", "max_seq_len"
 MOST_ELEMENTS = 1 << 20  # of a forged cache that is used; larger ones are hours of work
 
 
@@ -90,6 +98,12 @@ def forged_header(rng, text):
     """The header with another value somewhere, and whether it is one that must be refused."""
     header, of_types = json.loads(text), often(rng, 0.5)
     numbers = list(numbers_of(header))
+    places_of = [one for one in (header, header.get("settings", {})) if {*COUNTS} & {*one}]
+    if places_of and often(rng, 0.5):  # as if the cache were huge
+        inner = one_of(rng, places_of)
+        name, value = one_of(rng, sorted({*COUNTS} & {*inner})), int(one_of(rng, [10**6, 10**7, 10**8, 1 << 31, 1 << 40]))
+        inner[name] = [value] * len(inner[name]) if isinstance(inner[name], list) else value
+        return json.dumps(header), ""
     if not of_types or not numbers:
         return json.dumps(exchanged(random.Random(int(rng.integers(1 << 62))), header)), ""
     way, value = one_of(rng, numbers)
@@ -98,6 +112,21 @@ def forged_header(rng, text):
         inner = inner[key]
     inner[way[-1]] = other_type(rng, value)
     return json.dumps(header), f"{way[-1]}: {inner[way[-1]]!r} for {value!r}"
+
+
+@contextlib.contextmanager
+def little_memory():
+    """Let nothing map more than LITTLE: what is saved here, and what it grows to, is far smaller, whatever it claims to be."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + LITTLE, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 class ForgedWorld:
@@ -169,7 +198,8 @@ class ForgedWorld:
         """What a reader takes in, or None."""
         self.case.calls += 1
         try:
-            found = reader(*arguments)
+            with little_memory():
+                found = reader(*arguments)
         except REFUSED:
             found = None
         if found is not None and self.must_refuse:
@@ -180,7 +210,10 @@ class ForgedWorld:
     def cache(self):
         cache, way = self.saved_cache(), self.rng.random()
         if way < 0.5:
-            cache = self.read(type(cache).from_state_dict, self.forge(cache.state_dict()))
+            reader = type(cache).from_state_dict
+            if often(self.case.newest, 0.5):
+                reader = lambda state: kvfast.load(kvfast.Snapshot.from_state_dict(state))
+            cache = self.read(reader, self.forge(cache.state_dict()))
         elif way < 0.75:
             cache = self.read(
                 lambda data: kvfast.load(kvfast.Snapshot.from_bytes(data)), self.through_file(cache.snapshot().to_bytes())
@@ -195,7 +228,8 @@ class ForgedWorld:
                 self.is_mapped = often(self.rng, 0.3)
                 cache = self.read(lambda: kvfast.load(file.name, mmap=self.is_mapped))
         if cache is not None:
-            self.use(cache)
+            with little_memory():
+                self.use(cache)
         self.is_mapped = False
 
     def prompt(self):

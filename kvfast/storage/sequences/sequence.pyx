@@ -403,6 +403,16 @@ cdef class SequenceStorage(SequenceTables):
                 table.pool.trim()  # what a prompt took
         return 0
 
+    def reserve_as(self, SequenceStorage other):
+        """Before the tokens of a storage with these settings are taken over: reserve no more at once than it does, as its window may be
+        one that a file claims."""
+        cdef BlockPool pool, others
+        for table, source in zip(self.tables, other.tables):
+            pool, others = table.pool, source.pool
+            if pool.grows:
+                pool.first_blocks = max(<Py_ssize_t>1, min(pool.first_blocks,
+                                                           others.first_blocks * others.block_size // pool.block_size))
+
     def resume_states(self):
         """For `block_bytes.reopen`."""
         self.check_plain()

@@ -43,7 +43,7 @@ static inline void kv_begin_rows(const kv_task *task, unsigned refined)
 }
 
 /* The rows of a block whose rounding of weights matters, compared with their sums, and those whose scores the fast precision did not
-   give, so that their sum of weights is no number: a bit for each. */
+   give, so that their sum of weights is NaN: a bit for each. */
 static inline unsigned kv_rows_to_refine(const kv_task *task, int block)
 {
     const kv_call *call = task->call;

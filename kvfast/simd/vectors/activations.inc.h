@@ -36,9 +36,10 @@
 
    The fast precision (KV_FAST) has activations of one byte, in -127..127. Then |sum c x| <= 128 * 127 * 512 < 2^23, and the errors
    are those above with 127 in place of 32639. Nothing is multiplied again: where an error may matter the score is NaN, and the row is
-   read again in the exact precision. The rounding of a weight is still carried, so that the sum of many small weights is right. Keys of INT4 with channel scales are read as codes of as many bits as their line has, b, and
-   their scales are 2^(8 - b) times those of codes of 8 bits: the rounding of a channel that has few bits then weighs less. Tiles of
-   many rows do both otherwise: see scale_codes in panels_tiles/operands.inc.h, and panels_tiles/weights_fast.inc.h. */
+   read again in the exact precision. The rounding of a weight is still carried, so that the sum of many small weights is right. Keys
+   of INT4 with channel scales are read as codes of as many bits as their line has, b, and their scales are 2^(8 - b) times those of
+   codes of 8 bits: the rounding of a channel that has few bits then weighs less. Tiles of many rows do both otherwise: see
+   scale_codes in panels_tiles/operands.inc.h, and panels_tiles/weights_fast.inc.h. */
 #define KV_MAX_WORD 32639.0f
 #define KV_MAX_ACTIVATION (KV_FAST ? 127.0f : KV_MAX_WORD)
 #define KV_MAX_WEIGHT (KV_MAX_ACTIVATION - 1.0f) /* plus the carried rounding at most KV_MAX_ACTIVATION */

@@ -124,7 +124,8 @@ static inline __attribute__((always_inline)) void KV(refine)(
             for (int v = 0; v < vectors; v++) {
                 const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
                 for (int r = 0; r < num_rows; r++) {
-                    const vf size = vf_mul(token, vf_set1(__builtin_fabsf(unit[r]) * (channels ? error : KV(error_of_unit)(side, dtype))));
+                    const float of_row = __builtin_fabsf(unit[r]) * (channels ? error : KV(error_of_unit)(side, dtype));
+                    const vf size = vf_mul(token, vf_set1(of_row));
                     excess[r][v] = vf_sub(size, KV(least_errors)(vf_load(scores + r * KV_TILE + lane + v * W), vf_set1(most[r])));
                     above = vf_max(above, excess[r][v]);
                 }

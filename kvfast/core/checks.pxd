@@ -2,7 +2,7 @@
 from libc.stdint cimport int32_t
 
 
-cdef object as_integer(object value, str name)
+cpdef object as_integer(object value, str name)
 cpdef float check_number(object value, str name, bint positive) except? -1
 cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most=*) except -1
 cpdef bint check_flag(object value, str name) except? -1

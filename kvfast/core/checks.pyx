@@ -21,7 +21,7 @@ from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 cdef tuple _NO_NUMBERS = (bool, np.bool_, str, bytes, bytearray, np.ma.MaskedArray)
 
 
-cdef object as_integer(object value, str name):
+cpdef object as_integer(object value, str name):
     """A Python int. TypeError for a truth value, too, which Python takes for 0 or 1."""
     if type(value) is int:
         return value

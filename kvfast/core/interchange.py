@@ -147,13 +147,17 @@ def as_numpy(tensor):
 
 def check_unmasked(array, name, way):
     """Refuse an array whose entries may be masked, and lists of them: NumPy leaves out the mask in silence."""
-    if _is_masked(array):
+    try:
+        masked = _is_masked(array)
+    except RecursionError:
+        raise ValueError(f"{name} must be an array, got lists that hold themselves") from None
+    if masked:
         raise TypeError(f"{name} must not be a masked array: {way}")
 
 
 def _is_masked(array):
     if isinstance(array, (list, tuple)):  # of which those of numbers may be long
-        return len(array) > 0 and not isinstance(array[0], (int, float)) and any(map(_is_masked, array))
+        return len(array) > 0 and not isinstance(array[0], (int, float, np.generic)) and any(map(_is_masked, array))
     return isinstance(array, np.ma.MaskedArray)
 
 

@@ -107,7 +107,7 @@ class LlamaPromptCache:
         self._form: Form | None = None
         self._rate, self._is_refused = 0.0, False  # tokens per second that are computed
         # It reads all weights of the model. A prompt waits for it as long as for the store.
-        settings, path = settings_of(llm), os.path.abspath(llm.model_path)
+        settings, path = settings_of(llm), os.path.join(os.getcwd(), llm.model_path)
         self._settings = Workers(1, "kvfast-weights").submit(
             lambda: json.dumps([weights_of(path) if model is None else model, settings])
         )

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from kvfast.codec.formats import formats_of
-from kvfast.core.checks import check_size
+from kvfast.core.checks import as_integer, check_size
 from kvfast.core.interchange import as_array
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
@@ -371,6 +371,8 @@ class KVFastCache(Cache):
 
         Raises
         ------
+        TypeError
+            For what is not an integer.
         ValueError
             For a positive number, or if a sliding window has dropped tokens that it would need. The cache stays as it was.
         RuntimeError
@@ -379,7 +381,8 @@ class KVFastCache(Cache):
             If the model has recurrent layers, there is no checkpoint after the tokens that stay, and the cache was made without `model`.
             The cache stays as it was.
         """
-        if isinstance(tokens_to_remove, bool) or not hasattr(tokens_to_remove, "__index__") or tokens_to_remove > 0:
+        tokens_to_remove = as_integer(tokens_to_remove, "tokens_to_remove")
+        if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative integer, got {shown(tokens_to_remove)}")
         if not self._rows.rows:
             if self._states and not self._states.is_whole():

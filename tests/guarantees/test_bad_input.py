@@ -27,6 +27,15 @@ def ones(*shape, dtype=np.float32):
     return np.ones(shape, dtype)
 
 
+def test_lists_that_hold_themselves_are_refused():
+    endless = [0]
+    endless[0] = endless
+    cache = kvfast.KVCache(1, 1, 16)
+    for call in (lambda: cache.append(0, endless, endless), lambda: kvfast.PagedKVCache(1, 1, 16, num_blocks=2).match_prefix(endless)):
+        with pytest.raises((ValueError, TypeError)):
+            call()
+
+
 def test_append(cache):
     good = ones(1, 2, 16)
     for bad in (ones(2, 16), ones(1, 1, 2, 16), ones(1, 3, 16), ones(1, 2, 15), ones(0, 2, 16), ones(2, 2, 16), ones(1, 2, 600)):

@@ -261,6 +261,16 @@ def test_a_relative_folder_stays_where_it_was_opened(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "b") == []
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows goes up a link by its name")
+def test_a_folder_above_a_link_is_that_of_the_system(tmp_path):
+    (tmp_path / "real" / "sub").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "sub")
+    store = FolderStore(tmp_path / "link" / ".." / "prompts")
+    store.put(key(0), b"value")
+    store.close()
+    assert (tmp_path / "real" / "prompts").is_dir() and not (tmp_path / "prompts").exists()
+
+
 @pytest.mark.parametrize("name", ["my prompts", "100 %25 of ä#?&+", "%41"])
 def test_file_urls(name, tmp_path, monkeypatch):
     """As pathlib and RFC 8089 write them; a path is taken as it is."""

@@ -146,7 +146,7 @@ def test_a_mask_of_rows_is_not_their_numbers(llama):
         (lambda: cache.batch_select_indices(np.ma.masked_array([0], True)), TypeError, "indices must not be a masked array"),
         (lambda: cache.batch_select_indices(torch.tensor([0, 3])), IndexError, "indices must be between -3 and 2, got 3"),
         (lambda: cache.batch_repeat_interleave(True), TypeError, "repeats must be an integer, got True"),
-        (lambda: cache.crop(True), ValueError, "negative integer, got True"),
+        (lambda: cache.crop(True), TypeError, "tokens_to_remove must be an integer, got True"),
     ):
         with pytest.raises(error, match=text):
             call()

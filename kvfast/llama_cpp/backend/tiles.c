@@ -104,7 +104,7 @@ static void attend_with_matrix(const kv_task *t, const tile_rows *k, const tile_
         panel->options = options_of(t, b);
     }
     t->kernels->attend_panels[KV_HALVES](k->side, v->side, keys, values, keys, values, 0, &t->wide->operands, t->wide->panels,
-                                               blocks);
+                                         blocks);
 }
 
 /* Fetches, of the tile after one of `count` tokens, what is where token i of it is, and the tokens after that. */
@@ -224,7 +224,7 @@ static void attend_with_products(const kv_task *t, int count)
         if (!own->seen[b]) continue;
         const kv_score_options options = options_of(t, b);
         t->kernels->softmax(&t->narrow[b].softmax, kv_rows_of(t, b), own->seen[b], own->from + b * KV_ROWS,
-                                  own->to + b * KV_ROWS, 0, &options);
+                            own->to + b * KV_ROWS, 0, &options);
     }
     for (int i = 0; i < padded; i += KV_COLUMNS)
         for (int b = 0; b < blocks; b++) {

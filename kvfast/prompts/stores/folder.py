@@ -48,7 +48,7 @@ class FolderStore(Store):
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
         from pathlib import Path  # `import kvfast` shall not load it
 
-        self.folder = Path(os.path.abspath(os.fsdecode(checked_path(folder, "folder"))))  # a program may change its directory
+        self.folder = Path(checked_path(folder, "folder")).absolute()  # a program may change its directory
         self.url = str(self.folder)
         self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0)
         self._lock, self._open = Lock(), None

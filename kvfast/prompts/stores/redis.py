@@ -254,4 +254,4 @@ def _parsed(url):
     if unknown := sorted(set(given) - set(_OPTIONS)):
         raise ValueError(f"the URL of {shown} may have the options ttl, {', '.join(_OPTIONS)}, got {', '.join(unknown)}")
     # Connections that are made later read them again, when the program may have changed its directory.
-    return shown, options | {name: os.path.abspath(options[name]) for name in _FILES if name in options}, ttl
+    return shown, options | {name: os.path.join(os.getcwd(), options[name]) for name in _FILES if name in options}, ttl

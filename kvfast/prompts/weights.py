@@ -20,15 +20,34 @@ def files_digest(path: str | Path) -> str | None:
     """
     from xxhash import xxh3_128
 
-    path = Path(path).expanduser().absolute()
-    files = [path] if path.is_file() else sorted(one for one in path.glob("*") if one.suffix in WEIGHTS or one.name == SCALES)
-    found = xxh3_128()
+    files, found = _files(path), xxh3_128()
     for file in files:
-        status = file.stat()
-        times = status.st_mtime_ns, status.st_ctime_ns
-        digest = _digest if abs(time.time_ns() - max(times)) > SETTLED else _digest.__wrapped__
-        found.update(f"{file.name} {digest(file, (status.st_dev, status.st_ino, status.st_size, *times))} ".encode())
+        status, is_settled = _status(file)
+        digest = _digest if is_settled else _digest.__wrapped__
+        found.update(f"{file.name} {digest(file, status)} ".encode())
     return found.hexdigest() if files else None
+
+
+def files_status(path: str | Path) -> list[Any] | None:
+    """What changes with the files of `files_digest`, found without reading them. None if that is not sure: one has just changed, or
+    cannot be reached."""
+    try:
+        found = [(file, *_status(file)) for file in _files(path)]
+    except OSError:
+        return None
+    return found if all(is_settled for *_, is_settled in found) else None
+
+
+def _files(path):
+    path = Path(path).expanduser().absolute()
+    return [path] if path.is_file() else sorted(one for one in path.glob("*") if one.suffix in WEIGHTS or one.name == SCALES)
+
+
+def _status(file):
+    """The size, times and place of a file, and whether any change shows in them from now on."""
+    status = file.stat()
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return (status.st_dev, status.st_ino, status.st_size, *times), abs(time.time_ns() - max(times)) > SETTLED
 
 
 @functools.lru_cache(1024)

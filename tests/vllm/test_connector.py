@@ -15,10 +15,11 @@ from vllm_drafts import save_drafts
 from vllm_engines import LENGTHS, answers, generate, in_engine, prompts, save_model, save_tokenizer, settle, stored, values
 from vllm_server import get, storing, stream, vllm_server
 
-from kvfast.prompts import patient
+from kvfast.prompts import patient, weights
 from kvfast.prompts.envelope import HEADER_BYTES, num_tokens_of
 from kvfast.prompts.stores import open_store
 from kvfast.prompts.weights import files_digest
+from kvfast.vllm.prompts import lookups as lookups_module
 from kvfast.vllm.prompts import settings
 from kvfast.vllm.prompts.figures import Figures
 from kvfast.vllm.prompts.lookups import Lookups
@@ -139,23 +140,29 @@ def test_weights_tell_models_apart(folder_of, tmp_path):
     assert files_digest(tmp_path) is None
 
 
-def test_an_adapter_that_was_replaced_is_another_one(tmp_path):
-    """Under the same path: what vLLM has loaded counts, and no block of the one before is stored."""
+def test_an_adapter_that_was_replaced_is_another_one(tmp_path, monkeypatch):
+    """Under the same path: what vLLM has loaded counts, and no block of the one before is stored. The scheduler reads no file."""
+    monkeypatch.setattr(weights, "SETTLED", -1)
     lookups = object.__new__(Lookups)
     lookups._loaded, lookups._seen = {}, {}
     path = tmp_path / "live"
 
-    def write(weights, scale=16):
+    def write(content, scale=16):
+        time.sleep(0.02)  # until files get another time
         path.mkdir(exist_ok=True)
-        (path / "adapter_model.safetensors").write_bytes(weights)
+        (path / "adapter_model.safetensors").write_bytes(content)
         (path / "adapter_config.json").write_text(f'{{"lora_alpha": {scale}}}')
 
     def name(number, **more):
         return lookups._adapter(LoRARequest("live", number, str(path), **more))
 
-    def may_store(number, num_local):
+    def known(number, num_local):
         request = SimpleNamespace(lora_request=LoRARequest("live", number, str(path)))
-        return lookups._is_of_its_adapter(SimpleNamespace(request=request, adapter=name(number), num_local=num_local))
+        status = weights.files_status(path)
+        return SimpleNamespace(request=request, adapter=name(number), status=status, num_local=num_local)
+
+    def may_store(number, num_local):
+        return lookups._is_of_its_adapter(known(number, num_local))
 
     write(b"first")
     first = name(1)
@@ -167,6 +174,19 @@ def test_an_adapter_that_was_replaced_is_another_one(tmp_path):
     write(b"other", scale=32)
     assert name(3) is None and name(4) not in (None, first, name(1))
     assert Lookups._adapter(lookups, None) == ""
+    one = known(4, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(lookups_module, "files_digest", pytest.fail)
+        assert lookups._is_of_its_adapter(one)
+        write(b"third")
+        assert not lookups._is_of_its_adapter(one)
+        (path / "adapter_model.safetensors").unlink()
+        (path / "adapter_model.safetensors").symlink_to("nowhere")
+        assert not lookups._is_of_its_adapter(one)
+    write(b"third")
+    one = known(5, 0)
+    monkeypatch.setattr(weights, "SETTLED", 2e9)
+    assert not lookups._is_of_its_adapter(one)  # a change now may leave no trace
 
 
 @pytest.mark.parametrize(("model", "place"), [("llama", 384), ("gemma3", 640), ("lfm2", 640)])

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from kvfast.core.workers import Workers, wait_for_any
 from kvfast.prompts.chain import Chain, key_of, part_of
 from kvfast.prompts.patient import FORGETTING
-from kvfast.prompts.weights import files_digest
+from kvfast.prompts.weights import files_digest, files_status
 from kvfast.vllm.prompts.figures import Figures
 from kvfast.vllm.prompts.settings import IDLE_WAIT, chunk_tokens_of, groups_of, parts_of, secret, settings_text
 
@@ -55,7 +55,9 @@ class Known:
     """A request: its chain of digests, once its look-up has ended, and the look-up's answer: what the store has of it."""
 
     def __init__(self, request):
-        self.request, self.chain, self.answer, self.adapter = request, None, None, None
+        self.request, self.answer = request, None
+        self.chain = None  # also when nothing more is stored
+        self.adapter = self.status = None  # of its files
         self.begin, self.num_preemptions = time.monotonic(), request.num_preemptions
         self.saved = 0  # first chunks that the store has or gets
         self.is_counted = self.is_fetched = False
@@ -147,7 +149,10 @@ class Lookups:
                 continue
             # The last tokens of a step may be drafts: those of a request are known.
             complete = min(known.request.num_computed_tokens + count, known.request.num_tokens)
-            if complete // self.chunk_tokens > known.saved and self._is_of_its_adapter(known):
+            if complete // self.chunk_tokens > known.saved:
+                if not self._is_of_its_adapter(known):
+                    known.chain = None
+                    continue
                 block_ids, here = state.get_block_ids(request_id), self._answer(known)
                 known.chain.grow(np.array(known.request.all_token_ids[:complete], np.int64), partial(_others, known.request))
                 for i in range(known.saved, complete // self.chunk_tokens):
@@ -177,6 +182,7 @@ class Lookups:
     def _look_up(self, known, token_ids):
         """Which chunks of a prompt the store has: bool of shape (parts, chunks). The last token is never fetched."""
         request = known.request
+        known.status = _status_of(request.lora_request)  # before the digest: a change between both is one after it
         known.adapter = self._adapter(request.lora_request)
         if known.adapter is None:
             return np.zeros((len(self._parts), 0), bool)
@@ -199,12 +205,15 @@ class Lookups:
         return f"{lora.lora_name} {digest}" if self._loaded.setdefault(lora.lora_int_id, digest) == digest else None
 
     def _is_of_its_adapter(self, known):
-        """Whether all blocks of a request are those of the adapter with which it was looked up."""
+        """Whether all blocks of a request are those of the adapter with which it was looked up. Reads no file."""
         lora = known.request.lora_request
-        if known.adapter != self._adapter(lora):
+        if lora is None:
+            return True
+        is_same = known.status is not None and known.status == _status_of(lora)
+        if not is_same or known.adapter != f"{lora.lora_name} {self._loaded[lora.lora_int_id]}":
             return False
         # vLLM finds blocks by name and path of an adapter, and so those of one that was there before.
-        return lora is None or not known.num_local or len(self._seen[lora.lora_name, lora.lora_path]) == 1
+        return not known.num_local or len(self._seen[lora.lora_name, lora.lora_path]) == 1
 
     def _answer(self, known):
         """What a look-up that has ended found: nothing, if it failed, as for weights that cannot be read."""
@@ -258,6 +267,10 @@ class Lookups:
         if len(self._recent) > MOST_RECENT:
             del self._recent[next(iter(self._recent))]
         return True
+
+
+def _status_of(lora):
+    return None if lora is None else files_status(lora.lora_path)
 
 
 def _others(request, first, last):

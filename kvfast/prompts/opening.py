@@ -21,7 +21,7 @@ def open_patiently(
     near: str | os.PathLike[str] | None,
     secret: bytes,
     time_limit: float,
-    tell: Callable[[str, bool], None] | None = None,
+    tell: Callable[[str, str], None] | None = None,
 ) -> PatientStore:
     """A store by its path or URL, or one of the user, after a check of the options of `kvfast.PromptCache`. `tell` is `Store.tell`."""
     if not isinstance(secret, bytes):

@@ -292,8 +292,23 @@ def test_a_full_store_is_told_once_and_left_alone(monkeypatch, caplog):
         store.values.clear()
     monkeypatch.setattr(troubles.time, "monotonic", lambda clock=time.monotonic: clock() + 61)
     store.put = lambda key, value: False
-    with pytest.warns(RuntimeWarning, match=TOLD):
-        assert not prompts.save(whole, TOKENS)
+    caplog.clear()
+    assert not prompts.save(whole, TOKENS) and [one.message for one in caplog.records] == [TOLD]
+
+
+def test_a_trouble_that_comes_again_is_shown_again(monkeypatch, caplog):
+    """Python shows a warning of the same text and line once."""
+    monkeypatch.setattr(patient, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(troubles, "QUIET", 0.0)
+    prompts, shown = prompts_of(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, *others: shown.append(str(message))
+        for error in (kvfast.StoreError("gone"), None) * 3:
+            prompts.store.error = error
+            assert prompts.restore(make("growing", "int8"), TOKENS) == 0
+    trouble, end = "prompts are computed, as dict fails: gone", "prompts are found again, as dict is well"
+    assert shown == [trouble] and [one.message for one in caplog.records] == [end, trouble, end, trouble, end]
 
 
 def test_a_slow_store_costs_its_time_limit():

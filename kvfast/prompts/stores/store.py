@@ -70,14 +70,14 @@ class Value:
         self._data.release()
 
 
-def tell_user(text: str, is_over: bool) -> None:
-    """Warn of a trouble, or log that it is over."""
-    if is_over:
+def tell_user(text: str, kind: str) -> None:
+    """Warn of a trouble, or log that it is there again, which Python does not show as a warning, or that it is over."""
+    if kind == "new":
+        warnings.warn(text, RuntimeWarning, stacklevel=6)
+    else:
         import logging
 
-        logging.getLogger("kvfast").warning("%s", text)  # as visible as the warning that it ends
-    else:
-        warnings.warn(text, RuntimeWarning, stacklevel=6)
+        logging.getLogger("kvfast").warning("%s", text)  # as visible as the warning
 
 
 class Store(ABC):
@@ -93,8 +93,8 @@ class Store(ABC):
     refusal: str = "it has no room"
     """For messages: why `put` returned False the last time."""
 
-    tell: Callable[[str, bool], None] = staticmethod(tell_user)
-    """Gets what goes wrong, and whether it is over: by default a warning, and then a line of the log."""
+    tell: Callable[[str, str], None] = staticmethod(tell_user)
+    """Gets what goes wrong, and "new", "again" or "over": by default a warning, and then lines of the log."""
 
     @abstractmethod
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:

@@ -35,9 +35,10 @@ class Troubles:
         with self._lock:
             if time.monotonic() < self._quiet_until.get(text, 0.0):
                 return
+            was_told = text in self._quiet_until
             self._quiet_until[text] = math.inf
             self._told.setdefault(kind, []).append(text)
-        self._store.tell(text, False)
+        self._store.tell(text, "again" if was_told else "new")
 
     def end(self, kind: Hashable, text: str) -> None:
         """Tell that all troubles of a kind are over, if some were told."""
@@ -45,7 +46,7 @@ class Troubles:
             over = self._told.pop(kind, [])
             self._quiet_until.update(dict.fromkeys(over, time.monotonic() + QUIET))
         if over:
-            self._store.tell(text, True)
+            self._store.tell(text, "over")
 
     def lasts(self, text: str) -> bool:
         """Whether a trouble was told, and is not over."""

@@ -58,8 +58,8 @@ class Options:
         return open_patiently(self.url, self.max_bytes, self.near, secret(), self.time_limit, _tell)
 
 
-def _tell(text, is_over):
-    (logger.info if is_over else logger.warning)("%s", text)
+def _tell(text, kind):
+    (logger.info if kind == "over" else logger.warning)("%s", text)
 
 
 def secret():

@@ -528,24 +528,33 @@ def test_a_tier_reads_from_far_while_its_folder_is_gone(server, tmp_path):
         path.rmdir() if path.is_dir() else path.unlink()
     (tmp_path / "near").rmdir()
     (tmp_path / "near").write_bytes(b"no folder")
-    with pytest.warns(RuntimeWarning, match="near fails"):
+    with pytest.warns(RuntimeWarning, match="near takes no values: cannot"):
         assert tier.put(key(2), b"2")
     assert read(tier.get_many([key(1), key(2)])) == [DATA, b"2"]
     tier.close()
 
 
+@pytest.mark.parametrize(("call", "raises"), [("put", False), ("put", True), ("touch", True)])
 @pytest.mark.parametrize("is_far", [True, False])
-def test_a_tier_whose_one_store_is_full_tells_it(is_far, monkeypatch, caplog):
+def test_a_tier_whose_one_store_takes_no_values_tells_it(is_far, call, raises, monkeypatch, caplog):
     near, far = DictStore(), DictStore()
     tier, full = TieredStore(near, far), far if is_far else near
-    full.url, full.put, full.refusal = "full", lambda key, value: full.calls.append("put"), "it is full, indeed"
-    with pytest.warns(RuntimeWarning, match="full takes no values, and dict serves alone: it is full, indeed"):
-        assert tier.put(key(1), b"1")
-    assert tier.put(key(2), b"2") and full.calls == ["put"]  # and no other warning
-    full.values[key(3)] = b"3"
+
+    def refuse(*args):
+        full.calls.append(call)
+        if raises:
+            raise StoreError("it is full, indeed")
+
+    full.url, full.put, full.touch, full.refusal = "full", refuse, refuse, "it is full, indeed"
+    with pytest.warns(RuntimeWarning, match="full takes no values: it is full, indeed"):
+        assert tier.put(key(1), b"1") if call == "put" else tier.touch([key(1)]) is None
+    assert tier.put(key(2), b"2") and full.calls == [call]  # and no other warning
+    full.values[key(1)], full.values[key(3)] = b"1", b"3"
     assert read(tier.get_many([key(1), key(3)])) == [b"1", b"3"]  # it is still read
     monkeypatch.setattr(tiered.time, "monotonic", lambda clock=time.monotonic: clock() + tiered.PAUSE)
-    del full.put
+    del full.put, full.touch
+    tier.touch([key(1)])
+    assert not caplog.records  # nothing was put
     assert tier.put(key(4), b"4") and full.values[key(4)] == b"4"
     assert [one.message for one in caplog.records] == ["full takes values again"]
     tier.close()

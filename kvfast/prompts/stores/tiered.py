@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvfast.core.workers import Workers
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.store import Entry, Store, Value
-from kvfast.prompts.stores.troubles import Refusal, Troubles, put_or_refuse
+from kvfast.prompts.stores.troubles import Troubles, put_or_refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ MOST_PENDING = 256 << 20  # bytes that wait to be kept in the near store; more a
 class TieredStore(Store):
     """Two stores. What is read from the far one is kept in the near one, in the background; what is written goes to both.
 
-    If one fails, the other serves alone: a warning says why, and the first one is left alone for half a minute. One that has no room is
-    still read.
+    If one fails, the other serves alone: a warning says why, and the first one is left alone for half a minute. One that takes no values
+    is still read.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class TieredStore(Store):
 
     def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         for is_far in (False, True):
-            self._ask(is_far, lambda store: store.touch(keys, is_hit), None)
+            self._ask(is_far, lambda store: store.touch(keys, is_hit), None, writes=True)
 
     def delete(self, keys: Sequence[str]) -> None:
         self.near.delete(keys)
@@ -86,7 +86,10 @@ class TieredStore(Store):
         self.far.close()
 
     def _put(self, is_far: bool, key: str, value: Any) -> bool:
-        return self._ask(is_far, lambda store: put_or_refuse(store, key, value), False, writes=True)
+        is_kept = self._ask(is_far, lambda store: put_or_refuse(store, key, value), False, writes=True)
+        if is_kept:
+            self._troubles.end((is_far, True), f"{(self.far if is_far else self.near).url} takes values again")
+        return is_kept
 
     def _ask(self, is_far: bool, call: Callable[[Store], Any], otherwise: Any, writes: bool = False) -> Any:
         """What a store answers. One that fails does not keep anybody from the other."""
@@ -96,13 +99,16 @@ class TieredStore(Store):
         try:
             answer = call(store)
         except StoreError as error:
-            is_full = isinstance(error, Refusal)
-            for one in (True,) if is_full else (False, True):
+            for one in (True,) if writes else (False, True):  # what cannot be written may still be read
                 self._resume_at[is_far, one] = time.monotonic() + PAUSE
-            does = "takes no values, and" if is_full else "fails, and"
-            self._troubles.begin((is_far, writes), f"{store.url} {does} {other.url} serves alone: {error}")
+            fails = f"{store.url} fails, and {other.url} serves alone: {error}"
+            if not writes:
+                self._troubles.begin((is_far, False), fails)
+            elif not self._troubles.lasts(fails):  # which says more
+                self._troubles.begin((is_far, True), f"{store.url} takes no values: {error}")
             return otherwise
-        self._troubles.end((is_far, writes), f"{store.url} {'takes values' if writes else 'answers'} again")
+        if not writes:  # where nothing is put, writing may fail all the same
+            self._troubles.end((is_far, False), f"{store.url} answers again")
         return answer
 
     def _keep(self, key, value):

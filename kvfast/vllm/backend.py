@@ -115,13 +115,13 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
     """Prepares tables, lengths and bounds once a step, for all layers of a group."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
-        fmt = format_of(kv_cache_spec)
+        fmt, dtype = format_of(kv_cache_spec), MODES.get(kv_cache_spec.kv_quant_mode)  # drafts may have another one than their target
         if fmt is None:
             self._memory = None
-            if kv_cache_spec.kv_quant_mode in MODES:
+            if dtype is not None:
                 raise ValueError(
                     f"kvfast leaves {type(kv_cache_spec).__name__} of this model to vLLM's own backend, which has no "
-                    f"kv_cache_dtype={vllm_config.cache_config.cache_dtype}: choose auto or fp8"
+                    f"kv_cache_dtype={dtype}: choose auto or fp8"
                 )
             logger.warning_once(
                 "kvfast leaves %s with kv_cache_dtype=%s to vLLM's own backend",
@@ -133,20 +133,20 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         transfer = vllm_config.kv_transfer_config
         if fmt.num_first_float_tokens and transfer is not None and transfer.kv_connector != CONNECTOR:
             raise ValueError(
-                f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats outside vLLM's blocks, which "
+                f"kv_cache_dtype={dtype} keeps some tokens as floats outside vLLM's blocks, which "
                 f"{transfer.kv_connector} would not send: choose {CONNECTOR}, or turboquant_4bit_nc or int8_per_token_head"
             )
         cache = vllm_config.cache_config
         if fmt.num_first_float_tokens and cache.mamba_cache_mode == "align" and cache.prefix_match_unit not in (None, cache.block_size):
             raise ValueError(
-                f"kv_cache_dtype={cache.cache_dtype} keeps some tokens as floats outside vLLM's blocks, which vLLM would not copy with the "
+                f"kv_cache_dtype={dtype} keeps some tokens as floats outside vLLM's blocks, which vLLM would not copy with the "
                 f"first tokens of a block: choose int8_per_token_head, or leave prefix_match_unit={cache.prefix_match_unit} out"
             )
         drafts = vllm_config.speculative_config
-        is_like_drafts = drafts is not None and getattr(drafts, "kv_cache_dtype", None) in (None, cache.cache_dtype)
+        is_like_drafts = drafts is not None and dtype == (getattr(drafts, "kv_cache_dtype", None) or cache.cache_dtype)
         if fmt.num_first_float_tokens and is_like_drafts and drafts.method in SLOTS_ALONE:
             raise ValueError(
-                f"kv_cache_dtype={cache.cache_dtype} keeps some tokens as floats outside vLLM's blocks, and {drafts.method} does not say "
+                f"kv_cache_dtype={dtype} keeps some tokens as floats outside vLLM's blocks, and {drafts.method} does not say "
                 "which tokens it stores: choose another, or one for the drafts: "
                 '--speculative-config \'{"kv_cache_dtype": "int8_per_token_head", ...}\''
             )
@@ -155,7 +155,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 "kv_cache_dtype=%s reads the tokens of a step as floats, and those of earlier steps and of the prefix cache as codes: the "
                 "same request may get other tokens where other requests change its steps, or where its prompt is known. "
                 "int8_per_token_head gives the same tokens",
-                vllm_config.cache_config.cache_dtype,
+                dtype,
             )
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         named = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
@@ -255,8 +255,8 @@ class KVFastImpl(CPUAttentionBackendImpl):
             append(self.number, key, value, batch, zero_nonfinite=True)
 
     def _place_of(self, layer, slots):
-        """Where keys and values go: to the batch of the step, if it has these slots and all layers share their check. DFlash writes
-        between steps, where slots are all there is."""
+        """The batch of the step, checked once for all layers, if its slots are these. Formats with first floats always take it: they
+        need its lengths. DFlash writes between steps, where slots are all there is."""
         metadata = get_attention_context(layer.layer_name)[0] if is_forward_context_available() else None
         has_them = metadata is not None and (self.memory.pool.first_float_rows_nbytes or np.array_equal(metadata.slots, slots))
         return self.memory.batch_of(metadata) if has_them else slots

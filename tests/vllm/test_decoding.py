@@ -118,6 +118,9 @@ def test_dflash_stores_by_slots_alone(folder, folder_of, tmp_path, monkeypatch):
         texts("int4_per_token_head", speculative_config=dflash)
     with pytest.raises(ValueError, match="vLLM's own backend, which has no kv_cache_dtype=int8_per_token_head"):
         in_engine(folder_of("mistral"), print, kv_cache_dtype="int8_per_token_head", speculative_config=dflash)
+    for dtype in ("int8_per_token_head", "auto"):
+        with pytest.raises(ValueError, match="^kv_cache_dtype=int4_per_token_head keeps .*, and dflash does not say"):
+            texts(dtype, speculative_config=dflash | {"kv_cache_dtype": "int4_per_token_head"})
     with_int8 = dflash | {"kv_cache_dtype": "int8_per_token_head"}
     assert texts("int4_per_token_head", speculative_config=with_int8) == texts("int4_per_token_head")
 

@@ -164,6 +164,9 @@ class PromptCache:
         ]
         here = dict(zip(keys, self._patient.contains_many(keys, deadline)))
         kept = next((one for one in ends if here.get(key_of("e", one))), None)
+        is_there = all(here[key] for key in keys[: len(chunks) + len(states)]) and not (with_end and kept is None)
+        if self._patient.is_paused and not is_there:
+            return False
         used = keys[len(chunks) + len(states) - 1 :: -1] if chunks or states else []
         values = {
             key: states_value(one, digest, self._secret, n)

@@ -23,7 +23,8 @@ class PromptCacheStats:
     bytes_fetched, bytes_written : int
         What the store gave, and what it took.
     num_refused, bytes_refused : int
-        Values that it did not take, as it is full, slow or gone, and their bytes.
+        Values that were offered to it and not taken, as it is full, slow or gone, and their bytes. What is not offered, in the pause
+        after a failure, is not counted.
     seconds : float
         Time in `PromptCache.restore`.
     """

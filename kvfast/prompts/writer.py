@@ -74,6 +74,8 @@ class Writer:
         try:
             if is_here():
                 return True
+            if self._store.is_paused:
+                return False
             is_kept = self._store.put(key, value)
             counts = {"bytes_written": len(value)} if is_kept else {"num_refused": 1, "bytes_refused": len(value)}
             return is_kept

@@ -272,7 +272,8 @@ TOLD = "prompts are not saved, as dict fails: it has no room"
 
 def test_a_full_store_is_told_once_and_left_alone(monkeypatch, caplog):
     """Figures of their own for what it took and what not; a line when it takes values again; and no more of both for a while."""
-    monkeypatch.setattr(patient, "FIRST_PAUSE", 0.1)
+    now = 100.0
+    monkeypatch.setattr(patient.time, "monotonic", lambda: now)
     prompts, whole = prompts_of(), STREAM.feed(make("growing", "int8"), 300)
     store, puts = prompts.store, lambda: sum(name == "put" for name, _ in prompts.store.calls)
     for times in range(3):
@@ -282,18 +283,31 @@ def test_a_full_store_is_told_once_and_left_alone(monkeypatch, caplog):
             assert not prompts.save(whole, TOKENS)
         assert not prompts.save(whole, [*TOKENS[:299], 5]) and 1 <= puts() <= 2  # for each thread that writes
         assert prompts.restore(make("growing", "int8"), TOKENS) == 0 and not caplog.records[1:]
-        time.sleep(0.15)
+        assert times < prompts.stats.num_refused <= 2 * (times + 1) and prompts.stats.bytes_refused > 0  # what it was offered
+        now += patient.FIRST_PAUSE
         del store.put
         assert prompts.save(whole, TOKENS) and prompts.restore(make("growing", "int8"), TOKENS) == 299
         prompts.flush()
         assert [one.message for one in caplog.records] == ["prompts are saved again, as dict is well"]
         assert prompts.stats.bytes_written == (times + 1) * sum(map(len, store.values.values()))
-        assert prompts.stats.num_refused > 5 * (times + 1) and prompts.stats.bytes_refused > prompts.stats.bytes_written
         store.values.clear()
-    monkeypatch.setattr(troubles.time, "monotonic", lambda clock=time.monotonic: clock() + 61)
+    now += troubles.QUIET
     store.put = lambda key, value: False
     caplog.clear()
     assert not prompts.save(whole, TOKENS) and [one.message for one in caplog.records] == [TOLD]
+
+
+def test_nothing_is_done_for_a_store_that_is_left_alone(monkeypatch):
+    monkeypatch.setattr(patient, "FIRST_PAUSE", 60.0)
+    prompts, whole = prompts_of(), STREAM.feed(make("growing", "int8"), 300)
+    assert prompts.save(whole, TOKENS)
+    prompts.store.put = lambda key, value: False
+    with pytest.warns(RuntimeWarning, match=TOLD):
+        assert not prompts.save(whole, [*TOKENS[:299], 5])
+    refused = prompts.stats.num_refused
+    monkeypatch.setattr(prompts._writer, "put", pytest.fail)
+    assert not prompts.save(whole, [*TOKENS[:298], 5, 6]) and prompts.stats.num_refused == refused > 0
+    assert prompts.save(whole, TOKENS)  # which is there
 
 
 def test_a_trouble_that_comes_again_is_shown_again(monkeypatch, caplog):

@@ -88,7 +88,7 @@ def test_a_server_that_is_full(tmp_path):
         (caught,) = caught
         assert f"prompts are not saved, as {prompts.store.url} fails: it is full, " in str(caught.message)
         assert "maxmemory" in str(caught.message)
-        assert prompts.stats.bytes_written == prompts.nbytes and prompts.stats.num_refused >= kept.count(False)
+        assert prompts.stats.bytes_written == prompts.nbytes and prompts.stats.num_refused > 0
         assert restored(prompts) == 0
 
 

@@ -16,9 +16,9 @@ FIGURES = {
     "bytes_written": "Bytes that the store took.",
     "seconds": "Seconds from the beginning to the end of each fetch, added up.",
     "num_failures": "Fetches of which a part did not come, and is computed.",
-    "num_refused": "Parts of chunks that the store did not take, as it is full, slow or gone.",
+    "num_refused": "Parts of chunks that were offered to the store and not taken, as it is full, slow or gone.",
     "bytes_refused": "Bytes of these parts.",
-    "num_dropped": "Chunks that were not written, as the store is slower than the model or does not answer.",
+    "num_dropped": "Chunks that were not offered, as the store is slower than the model, or in the pause after a failure.",
 }
 
 

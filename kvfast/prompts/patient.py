@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.prompts.envelope import HEADER_BYTES, payload_of
+from kvfast.prompts.stores.store import Refusal
 from kvfast.prompts.stores.troubles import Troubles, put_or_refuse
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ class PatientStore:
             self.store.cancel()
             self._failed(f"no answer within {self.time_limit:g} s", (False, True))
         except OSError as error:  # a StoreError
+            if isinstance(error, Refusal) and not error.is_general:
+                self.warn(f"a value is not saved in {self.store.url}: {error}")
+                return otherwise
             self._failed(str(error), (True,) if writes else (False, True))
         else:
             if not writes:  # where nothing is put, writing may fail all the same

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import kvfast
 from kvfast.prompts import patient
-from kvfast.prompts.stores import troubles
+from kvfast.prompts.stores import FolderStore, TieredStore, troubles
 
 pytest.importorskip("safetensors")
 
@@ -295,6 +295,20 @@ def test_a_full_store_is_told_once_and_left_alone(monkeypatch, caplog):
     store.put = lambda key, value: False
     caplog.clear()
     assert not prompts.save(whole, TOKENS) and [one.message for one in caplog.records] == [TOLD]
+
+
+@pytest.mark.parametrize("is_tiered", [False, True])
+def test_a_value_that_is_too_large_is_refused_alone(tmp_path, is_tiered):
+    """The store takes the next one at once, and is not said to be full."""
+    store = FolderStore(tmp_path, max_bytes=20_000)
+    store = TieredStore(store, FolderStore(tmp_path / "far", max_bytes=30_000)) if is_tiered else store
+    with prompts_of(store) as prompts, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not prompts._patient.put("c-" + "0" * 64, bytes(40_000)) and not prompts._patient.is_paused
+        assert prompts._patient.put("c-" + "1" * 64, bytes(10_000))
+        assert not prompts._writer.put("c-" + "0" * 64, bytes(40_000)).result() and prompts.stats.bytes_refused == 40_000
+    why = "neither takes a value" if is_tiered else "a value is larger than max_bytes=20000"
+    assert [str(one.message) for one in caught] == [f"a value is not saved in {store.url}: {why}"]
 
 
 def test_nothing_is_done_for_a_store_that_is_left_alone(monkeypatch):

@@ -19,7 +19,7 @@ import store_processes as processes
 from dict_store import DictStore
 from prompt_tokens import filled, holds
 from servers import HOST, Proxy, free_port, make_bucket, redis_server, s3_server
-from store_values import key, read, shown
+from store_values import key, read, shown, taken
 
 import kvfast
 from kvfast.errors import StoreError
@@ -177,7 +177,7 @@ def test_killed_in_the_middle(server, call):
 def test_a_full_server_that_removes_nothing_refuses(tmp_path):
     with redis_server(tmp_path, "--maxmemory", "20mb", "--maxmemory-policy", "noeviction") as server:
         store = store_at(server.port, 5)
-        kept = [store.put(key(i), DATA) for i in range(12)]
+        kept = [taken(store, key(i), DATA) for i in range(12)]
         assert kept[:3] == [True] * 3 and not kept[-1]
         assert list(store.contains_many([key(i) for i in range(12)])) == kept
         assert read(store.get_many([key(0), key(11)])) == [DATA, None]
@@ -543,10 +543,10 @@ def test_a_tier_whose_one_store_takes_no_values_tells_it(is_far, call, raises, m
     def refuse(*args):
         full.calls.append(call)
         if raises:
-            raise StoreError("it is full, indeed")
+            raise StoreError("it has no room, indeed")
 
-    full.url, full.put, full.touch, full.refusal = "full", refuse, refuse, "it is full, indeed"
-    with pytest.warns(RuntimeWarning, match="full takes no values: it is full, indeed"):
+    full.url, full.put, full.touch = "full", refuse, refuse
+    with pytest.warns(RuntimeWarning, match="full takes no values: it has no room"):
         assert tier.put(key(1), b"1") if call == "put" else tier.touch([key(1)]) is None
     assert tier.put(key(2), b"2") and full.calls == [call]  # and no other warning
     full.values[key(1)], full.values[key(3)] = b"1", b"3"

@@ -5,6 +5,8 @@ import os
 import random
 import time
 
+from store_values import taken
+
 from kvfast.prompts.stores import open_store
 
 KEYS, LARGEST = 300, 400_000
@@ -31,7 +33,7 @@ def work(url, max_bytes, seconds, seed, failed):
         number = int(KEYS * rng.random() ** 2)
         choice = rng.random()
         if choice < 0.45:
-            store.put(key_of(number), content(number, rng.randrange(3)))
+            taken(store, key_of(number), content(number, rng.randrange(3)))
         elif choice < 0.9:
             numbers = [number, rng.randrange(KEYS), rng.randrange(KEYS)]
             for one, value in zip(numbers, store.get_many([key_of(one) for one in numbers])):
@@ -58,7 +60,7 @@ def open_at_once(url, barrier, failed):
         store = open_store(url, max_bytes=10_000_000)
         for i in range(10):
             number = os.getpid() * 10 + i
-            store.put(key_of(number), content(1, i))
+            taken(store, key_of(number), content(1, i))
             if not store.contains_many([key_of(number)])[0]:
                 failed.value = 1
         store.close()
@@ -70,7 +72,7 @@ def open_at_once(url, barrier, failed):
 def put_without_end(url):
     store = open_store(url)
     for number in range(10**6):
-        store.put(key_of(number), content(number, 0))
+        taken(store, key_of(number), content(number, 0))
 
 
 def put_with_small_files(url, limit, results):
@@ -83,6 +85,6 @@ def put_with_small_files(url, limit, results):
     store.put(key_of(0), b"1")  # makes the index
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     for nbytes in (1000, 2 * limit, 1000):
-        results.put(store.put(key_of(nbytes), bytes(nbytes)))
+        results.put(taken(store, key_of(nbytes), bytes(nbytes)))
     results.put(store.contains_many([key_of(1000), key_of(2 * limit)]))
     store.close()

@@ -2,6 +2,8 @@
 
 import contextlib
 
+from kvfast.prompts.stores.troubles import Refusal
+
 
 def key(number, kind="c"):
     return f"{kind}-{number:064x}"
@@ -14,6 +16,14 @@ def read(values):
         with value or contextlib.nullcontext():
             found.append(None if value is None else bytes(value.read(0, len(value))))
     return found
+
+
+def taken(store, key, value):
+    """Whether a store has room for a value."""
+    try:
+        return store.put(key, value)
+    except Refusal:
+        return False
 
 
 def shown(error):

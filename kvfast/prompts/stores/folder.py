@@ -15,7 +15,7 @@ from kvfast.core.file_lock import is_locked, try_lock
 from kvfast.errors import StoreError
 from kvfast.files.cache_file import remove_file
 from kvfast.prompts.stores.folder_index import FolderIndex, sqlite
-from kvfast.prompts.stores.store import Entry, Store, Value, check_key, is_key
+from kvfast.prompts.stores.store import Entry, Refusal, Store, Value, check_key, is_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ class FolderStore(Store):
 
     A file appears complete. It is not forced to the disk: readers verify what they read. Sizes, uses and the order of eviction are in
     an index (SQLite), so no call lists the folder; the files are the truth, and a lost or damaged index is made again from them, with
-    all uses at 0. Other files are left alone. A folder that cannot be written is read: `put` returns False, and `touch` does nothing.
+    all uses at 0. Other files are left alone. A folder that cannot be written is read: `put` raises a Refusal, and `touch` does nothing.
 
     Parameters
     ----------
@@ -84,9 +84,9 @@ class FolderStore(Store):
     def put(self, key: str, value: Any) -> bool:
         path, data = self._path(key), memoryview(value).cast("B")
         if self.max_bytes is not None and len(data) > self.max_bytes:
-            return self._refuse(f"a value is larger than max_bytes={self.max_bytes}")
+            raise Refusal(f"a value is larger than max_bytes={self.max_bytes}", is_general=False)
         if self._is_read_only():
-            return self._refuse("it cannot be written")
+            raise Refusal("it cannot be written")
         part = self._parts / f"{key}.{os.urandom(8).hex()}"
         try:
             self._parts.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
@@ -112,11 +112,11 @@ class FolderStore(Store):
                 self.delete([key])
             why = str(error) if isinstance(error, StoreError) else f"cannot write to {self.url}: {error.strerror}"
             if error.errno in _NO_ROOM:
-                return self._refuse(f"it is full, {why}")
+                raise Refusal(f"it is full, {why}") from None
             raise StoreError(why) from None
         remove_file(part)
         self.delete([key])
-        return self._refuse(f"other processes have filled its max_bytes={self.max_bytes}")
+        raise Refusal(f"other processes have filled its max_bytes={self.max_bytes}")
 
     def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         keys = [check_key(key) for key in keys]
@@ -184,10 +184,6 @@ class FolderStore(Store):
             failure = StoreError(f"cannot use the index of {self.url}: {error}")
             failure.errno = errno.ENOSPC if "disk is full" in str(error) else getattr(error, "errno", None)
         raise failure
-
-    def _refuse(self, why):
-        self.refusal = why
-        return False
 
     def _is_read_only(self):
         return self.folder.is_dir() and not os.access(self.folder, os.W_OK)

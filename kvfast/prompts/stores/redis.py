@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.redis_connection import LARGEST, connection_class
-from kvfast.prompts.stores.store import Entry, Store, Value, check_key, check_timeout, is_key
+from kvfast.prompts.stores.store import Entry, Refusal, Store, Value, check_key, check_timeout, is_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -66,13 +66,11 @@ class RedisStore(Store):
     def put(self, key: str, value: Any) -> bool:
         (key,), data = _encoded([key]), memoryview(value).cast("B")
         if len(data) > LARGEST:
-            self.refusal = f"a value has more than {LARGEST} bytes"
-            return False
+            raise Refusal(f"a value has more than {LARGEST} bytes", is_general=False)
         end = (b"EX", self._ttl) if self._ttl else ()
         (answer,) = self._call([(b"SET", PREFIX + key, data, *end)], _is_full)
         if isinstance(answer, Exception):
-            self.refusal = f"it is full, {answer}"
-            return False
+            raise Refusal(f"it is full, {answer}")
         return True
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:

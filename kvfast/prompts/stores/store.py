@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfast.core.checks import check_positive
 from kvfast.core.text import shown
+from kvfast.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +81,14 @@ def tell_user(text: str, kind: str) -> None:
         logging.getLogger("kvfast").warning("%s", text)  # as visible as the warning
 
 
+class Refusal(StoreError):
+    """Why a store that can be read does not take a value; or, if that `is_general`, no value for now."""
+
+    def __init__(self, why: str, is_general: bool = True) -> None:
+        super().__init__(why)
+        self.is_general = is_general
+
+
 class Store(ABC):
     """Values by their keys.
 
@@ -90,9 +99,6 @@ class Store(ABC):
     url: str
     """For messages; without a password."""
 
-    refusal: str = "it has no room"
-    """For messages: why `put` returned False the last time."""
-
     tell: Callable[[str, str], None] = staticmethod(tell_user)
     """Gets what goes wrong, and "new", "again" or "over": by default a warning, and then lines of the log."""
 
@@ -102,7 +108,7 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, key: str, value: Any) -> bool:
-        """Store the bytes of a value. Readers see all of it or nothing. False if there is no room."""
+        """Store the bytes of a value. Readers see all of it or nothing. False, or a Refusal that says why, if there is no room."""
 
     @abstractmethod
     def contains_many(self, keys: Sequence[str]) -> list[bool]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfast.core.workers import Workers
 from kvfast.errors import StoreError
-from kvfast.prompts.stores.store import Entry, Store, Value
+from kvfast.prompts.stores.store import Entry, Refusal, Store, Value
 from kvfast.prompts.stores.troubles import Troubles, put_or_refuse
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ class TieredStore(Store):
     ----------
     near, far : Store
     """
-
-    refusal = "neither takes a value"
 
     def __init__(self, near: Store, far: Store) -> None:
         self.near, self.far = near, far
@@ -60,7 +58,9 @@ class TieredStore(Store):
 
     def put(self, key: str, value: Any) -> bool:
         is_near = self._put(False, key, value)
-        return self._put(True, key, value) or is_near
+        if not self._put(True, key, value) and not is_near:
+            raise Refusal("neither takes a value", all(self._is_paused(is_far, True) for is_far in (False, True)))
+        return True
 
     def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         for is_far in (False, True):
@@ -94,11 +94,13 @@ class TieredStore(Store):
     def _ask(self, is_far: bool, call: Callable[[Store], Any], otherwise: Any, writes: bool = False) -> Any:
         """What a store answers. One that fails does not keep anybody from the other."""
         store, other = (self.far, self.near) if is_far else (self.near, self.far)
-        if time.monotonic() < self._resume_at.get((is_far, writes), 0.0):
+        if self._is_paused(is_far, writes):
             return otherwise
         try:
             answer = call(store)
         except StoreError as error:
+            if isinstance(error, Refusal) and not error.is_general:
+                return otherwise
             for one in (True,) if writes else (False, True):  # what cannot be written may still be read
                 self._resume_at[is_far, one] = time.monotonic() + PAUSE
             fails = f"{store.url} fails, and {other.url} serves alone: {error}"
@@ -110,6 +112,9 @@ class TieredStore(Store):
         if not writes:  # where nothing is put, writing may fail all the same
             self._troubles.end((is_far, False), f"{store.url} answers again")
         return answer
+
+    def _is_paused(self, is_far, writes):
+        return time.monotonic() < self._resume_at.get((is_far, writes), 0.0)
 
     def _keep(self, key, value):
         """Keep a value in the near store, soon."""

@@ -7,7 +7,7 @@ import time
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from kvfast.errors import StoreError
+from kvfast.prompts.stores.store import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -53,12 +53,8 @@ class Troubles:
         return self._quiet_until.get(text) == math.inf
 
 
-class Refusal(StoreError):
-    """Why a store that can be read takes no value now."""
-
-
 def put_or_refuse(store: Store, key: str, value: Any) -> bool:
-    """As `Store.put`, but a value that the store does not take is a Refusal."""
+    """As `Store.put`, but a Refusal where that returns False."""
     if not store.put(key, value):
-        raise Refusal(store.refusal)
+        raise Refusal("it has no room")
     return True

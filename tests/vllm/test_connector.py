@@ -172,6 +172,10 @@ def test_an_adapter_that_was_replaced_is_another_one(tmp_path, monkeypatch):
     assert name(1, load_inplace=True) == name(1) == name(3)
     assert may_store(1, 0) and not may_store(1, 128)  # which may be blocks of the first one
     write(b"other", scale=32)
+    said, lookups._parts = [], []
+    monkeypatch.setattr(lookups_module.logger, "warning_once", lambda text, *values: said.append(text % values))
+    assert lookups._look_up(known(3, 0), []).size == 0
+    assert len(said) == 1 and "stores none: its files were replaced after vLLM had loaded it, as number 3" in said[0]
     assert name(3) is None and name(4) not in (None, first, name(1))
     assert Lookups._adapter(lookups, None) == ""
     one = known(4, 0)

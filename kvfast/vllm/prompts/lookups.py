@@ -185,6 +185,12 @@ class Lookups:
         known.status = _status_of(request.lora_request)  # before the digest: a change between both is one after it
         known.adapter = self._adapter(request.lora_request)
         if known.adapter is None:
+            logger.warning_once(
+                "kvfast computes prompts of the adapter %s, and stores none: its files were replaced after vLLM had loaded it, as number "
+                "%d. Load it again under another number, or with load_inplace",
+                request.lora_request.lora_name,
+                request.lora_request.lora_int_id,
+            )
             return np.zeros((len(self._parts), 0), bool)
         text = json.dumps([self._text.result(), request.cache_salt, known.adapter])
         chain = Chain(text, token_ids[:0], self.chunk_tokens, self._secret)

@@ -205,6 +205,7 @@ def test_a_forked_process_uses_the_store_of_its_parent(make):
         ("redis:/:hunter2@h", "must begin with redis://, got redis:/"),
         ("S3:hunter2", "must begin with s3://, got s3:"),
         ("memory:", "must begin with memory://"),
+        ("file:hunter2", "a path needs no URL, and a folder of such a name needs ./ before it"),
         ("https:/hunter2/x", "must begin with https://"),
         ("unix:/run/redis.sock", "must begin with unix:///, got unix:/"),
         ("unix://run/redis.sock", "must be like unix:///run/redis.sock"),

@@ -105,7 +105,8 @@ def _folder_of(text, scheme):
         rest = slash + path
     if host.lower() not in ("", "localhost") or rest[:1] != "/" or "?" in rest or "#" in rest:
         raise ValueError(
-            "a file URL must be file:/// and a whole path on this machine, in which ? is %3F and # is %23; a path needs no URL"
+            "a file URL must be file:/// and a whole path on this machine, in which ? is %3F and # is %23; a path needs "
+            "no URL, and a folder of such a name needs ./ before it"
         )
     if os.name == "nt":
         from urllib.request import url2pathname

@@ -57,7 +57,7 @@
 
 /* Largest error of a score by the rounding of activations, as above, that is not corrected in the largest score. An output of few
    tokens is off by about three times as much. In the fast precision four times this error makes a weight twice as large. A search finds
-   less than half of the bound then (tests/attention/test_fast.py), and rotated rows of real models stay below. */
+   less than half of the bound then (tests/attention/test_fast.py), and rotated rows of real models seldom have it. */
 #define KV_LEAST_ERROR (KV_FAST ? 0.2f : 2e-4f)
 /* Largest part of an output that is the error by the rounding of weights, as above, and that is not corrected. */
 #define KV_LEAST_PART 3e-4f

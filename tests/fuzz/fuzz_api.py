@@ -270,16 +270,13 @@ def perform(world, name, function, owner, outcomes, log):
         if before != [state(one) for one in watched]:
             raise Broken(f"refused, and not as it was: {error}") from error
         return
+    is_record = kind in RECORDS or name in RECORDS
+    if kind != "protocol" and not is_record and any(isinstance(one, np.ma.MaskedArray) for one in given.values()):
+        raise Broken("took a masked array, whose mask it cannot know")
     outcomes["returned"] += 1
     world.returned[name] += 1
     parts = result if isinstance(result, tuple) else (result,)
-    if (
-        name not in INFINITE
-        and kind not in RECORDS
-        and name not in RECORDS
-        and is_finite(list(given.values()))
-        and not is_finite(parts)
-    ):
+    if name not in INFINITE and not is_record and is_finite(list(given.values())) and not is_finite(parts):
         raise Broken("not finite, of finite arguments")
     for one in parts:
         if type(one).__name__ in KINDS and name not in RECORDS:

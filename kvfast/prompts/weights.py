@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 SCALES = "adapter_config.json"  # of an adapter
 BYTES_AT_ONCE = 1 << 24
+KNOWN: dict[Path, tuple[Any, str]] = {}  # the status of a file, and its digest while it has that
 SETTLED = 2e9  # nanoseconds after which a change of a file has another time than the one before, on any file system
 
 
@@ -23,8 +23,12 @@ def files_digest(path: str | Path) -> str | None:
     files, found = _files(path), xxh3_128()
     for file in files:
         status, is_settled = _status(file)
-        digest = _digest if is_settled else _digest.__wrapped__
-        found.update(f"{file.name} {digest(file, status)} ".encode())
+        known, digest = KNOWN.get(file, (None, ""))
+        if not is_settled or known != status:
+            digest = _read(file)
+        if is_settled:
+            KNOWN[file] = status, digest
+        found.update(f"{file.name} {digest} ".encode())
     return found.hexdigest() if files else None
 
 
@@ -50,9 +54,7 @@ def _status(file):
     return (status.st_dev, status.st_ino, status.st_size, *times), abs(time.time_ns() - max(times)) > SETTLED
 
 
-@functools.lru_cache(1024)
-def _digest(file: Path, status: tuple[Any, ...]) -> str:
-    """A digest of a file while it has a status."""
+def _read(file):
     from xxhash import xxh3_128
 
     found = xxh3_128()

@@ -120,7 +120,7 @@ class PreparedWorld(PoolWorld):
         own = next((i for i, block in enumerate(held.table) if all(self.owners[one] == 1 for one in held.table[i:])), length)
         far = own * size < length and often(self.case.newest, 0.3)  # whole blocks, which begin anew
         if length > first or far:
-            n = int(self.rng.integers(first, length + 1))
+            n = int(self.rng.integers(min(first, length), length + 1))
             if far:
                 n = first = size * int(self.case.newest.integers(own, (length - 1) // size + 1))
             self.case.note("back", length, n)

@@ -9,8 +9,13 @@ from kvfast.codec.blocks cimport (KV_FROM_STORED, change_key_basis, float_dtype_
 from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport STREAMED_BYTES, active, kv_kernels, kv_side
-from kvfast.core.limits cimport KV_MAX_HEAD_DIM
+from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM
 from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
+
+from kvfast.errors import NonFiniteInputError
+
+cdef enum:
+    NOT_FINITE = 1
 
 
 ctypedef struct kv_decode:
@@ -51,7 +56,8 @@ cdef void _clip(float *row, Py_ssize_t dim, float limit) noexcept nogil:
 cdef object decode_tokens(const kv_layout *layout, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values):
     """Keys or values of tokens in all heads, float32, rotated back. Each token has a position and a slot. If blocks are sealed,
-    tokens from position `floats_begin` on are read from their float rows."""
+    tokens from position `floats_begin` on are read from their float rows. NonFiniteInputError for codes beyond float32, which only
+    others than kvfast can have written."""
     cdef Py_ssize_t n = positions.shape[0], dim = layout.v.head_dim if values else layout.k.head_dim
     cdef kv_team team
     cdef kv_decode call
@@ -64,7 +70,8 @@ cdef object decode_tokens(const kv_layout *layout, const int64_t[::1] positions,
     call.floats_begin, call.values, call.out = floats_begin, values, &out[0, 0, 0]
     call.nontemporal = array.nbytes >= STREAMED_BYTES
     gather(&team, None, 2.0 * array.nbytes)
-    for_each(&team, _decode, &call, n, STATIC)
+    if for_each(&team, _decode, &call, n, STATIC):
+        raise NonFiniteInputError("stored keys or values are beyond float32: kvfast did not write them")
     call.kernels.store_nontemporal(NULL, 0, NULL)  # for this thread; the end of the loop orders the writes of the others
     return array
 
@@ -78,6 +85,7 @@ cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     cdef const kv_side *side = &layout.v if values else &layout.k
     cdef float buffer[KV_MAX_HEAD_DIM]
     cdef float *row
+    cdef int flags = 0
     cdef float *out = call.out + index * layout.num_kv_heads * side.head_dim
     cdef Py_ssize_t position = call.positions[index], offset = call.slots[index] % layout.k.block_size, head
     cdef int32_t block = <int32_t>(call.slots[index] // layout.k.block_size)
@@ -95,7 +103,9 @@ cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
             change_key_basis(kernels, layout, head, KV_FROM_STORED, row, side.head_dim, 1, row, side.head_dim)
         elif side.rotated:
             kernels.rotate(row, side.head_dim, 1, side.head_dim, row, side.head_dim)
+        if kernels.find_unstorable(row, side.head_dim, KV_MAX_FLOAT32) >= 0:
+            flags = NOT_FINITE
         if call.nontemporal:
             kernels.store_nontemporal(row, side.head_dim, out)
         out += side.head_dim
-    return 0
+    return flags

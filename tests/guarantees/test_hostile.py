@@ -290,3 +290,23 @@ def test_a_prompt_cache_takes_caches(tmp_path):
             prompts.save(wrong, [1])
         with pytest.raises(TypeError, match="cache must be"):
             prompts.restore(wrong, [1])
+
+
+@pytest.mark.parametrize("dtype", ["int8-plain", "int4-plain", "int8"])
+def test_codes_beyond_float32_are_refused_when_they_are_read(dtype):
+    """Each forged scale is a number, and with its codes it stands for none."""
+    cache = kvfast.KVCache(1, 1, 64, dtype=dtype)
+    cache.append(0, *np.random.default_rng(0).standard_normal((2, 20, 1, 64)).astype(np.float32))
+    cache.advance(20)
+    state = cache.state_dict()
+    for name in [name for name in state if name.endswith("tail")]:
+        forged = state[name].copy()
+        scales = forged[0, 64 * 64 // (1 if dtype.startswith("int8") else 2) :][: 64 * 4].view(np.float32)
+        scales[:] = np.finfo(np.float32).max
+        state[name] = forged
+    loaded = kvfast.KVCache.from_state_dict(state)
+    for read in (loaded.k, loaded.v):
+        with pytest.raises(kvfast.NonFiniteInputError, match="beyond float32"):
+            read(0)
+    with pytest.raises(kvfast.NonFiniteInputError):
+        loaded.attend(0, np.ones((1, 1, 64), np.float32))

@@ -3,8 +3,10 @@
 
 #if KV_FAST
 /* Makes scores NaN where the rounding of the rows matters; see activations.inc.h. */
-static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *p, int first, int last, float *scores)
+static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *p, const float *rows, const float *inverse, float scale,
+                                                       int first, int last, float *scores)
 {
+    (void)rows, (void)inverse, (void)scale;
     for (int lane = first; lane < last; lane++)
         for (int r = 0; r < KV_ROWS; r++) {
             float *row = scores + r * KV_MATRIX_TILE + lane * KV_LANES;
@@ -54,12 +56,7 @@ static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_pr
     for (int lane = first; lane < last; lane++) scales = vf_max(scales, vf_load(p->scales + lane * KV_LANES));
     const float scale = vf_hmax(scales);
     if (vf_hmax(vf_load(p->unit)) * scale * p->error * 1.001f >= KV_LEAST_ERROR)
-#if KV_FAST
-        KV(refine_lanes)(p, first, last, scores);
-    (void)rows, (void)inverse;
-#else
         KV(refine_lanes)(p, rows, inverse, scale, first, last, scores);
-#endif
 }
 
 /* A panel's rows folded with a key block's statistics. */

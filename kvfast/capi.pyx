@@ -1,8 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The functions of ``kvfast.h``, for C and Cython.
 
-Those of a step first try a fast path without the interpreter, which needs blocks and working memory to be allocated already.
-Anything else, errors included, takes the same path as a call from Python. `kvfast.handles` has both.
+Those of a step need no interpreter but for blocks and for errors; see `kvfast.handles`.
 """
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject

@@ -21,10 +21,12 @@
 
    Threads and the GIL. The functions that say so need the GIL. All others can be called from any thread, also from one that Python
    knows nothing of, with the GIL or without it. On a free-threaded Python, read "attached thread state" for "GIL".
-   length, layer_length, error, pool_error and kernels never take the GIL. append, attend, append_batch, attend_batch, and advance of
-   other caches than sequences take it only to allocate or release memory, when a block is full (about once in 16 tokens), for more
-   than 64 tokens (of a batch of sequences 512), for more than 512 sequences, for spans, drafts, chosen tokens, spliced caches and prefixes
-   that a batch reads once, for the first slots of a pool, and to tell an error. All others take it. Long calls do not hold the GIL, but if the caller holds it, it stays held.
+   length, layer_length, error, pool_error and kernels take the GIL only to tell an error. These do so only now and then, too:
+   - append, append_batch, and advance of other caches than sequences, to take or release blocks (about once in 16 tokens), for more than
+     64 tokens (of a batch of sequences 512), and for the first slots of a pool;
+   - attend and attend_batch, for spliced caches, for prefixes that a batch reads once, for tables of pools with windows or float rows,
+     and in a call of many milliseconds ten times a second, to look for Ctrl-C.
+   All others take it. Long calls do not hold the GIL, but if the caller holds it, it stays held.
    Several threads may read a cache (attend) at once; a thread that changes it must be alone. Otherwise a call returns
    KVFAST_BUSY. Threads that use the cache from Python count, too. A pool and all of its sequences count as one cache, as do a
    cache and its forks. A handle holds the text of its last error: threads that read one cache at once open one each.

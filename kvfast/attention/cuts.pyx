@@ -98,8 +98,8 @@ cdef void cut_context(const kv_call *call, kv_item *item, Py_ssize_t end) noexce
     cdef const kv_given *given = <const kv_given *>call.given
     cdef Py_ssize_t length = end if given.chosen != NULL else max((<const kv_keys *>item.keys).context.length, end)
     item.split_from = 0
-    if given.request.num_splits:
-        item.split_tokens = _whole_tiles(length, given.request.num_splits)
+    if given.request.options.num_splits:
+        item.split_tokens = _whole_tiles(length, given.request.options.num_splits)
     elif item.num_queries <= KV_FEW_QUERIES:
         item.split_tokens = MIN_LATENT_SPLIT_TOKENS if given.layout.latent else MIN_SPLIT_TOKENS
     else:
@@ -206,6 +206,6 @@ cdef void deal_splits(kv_call *call, int threads) noexcept nogil:
     for i in range(call.num_items):
         item = call.items + i
         item.run = item.least_run
-        if given.request.num_splits == 0 and (threads == 1 or item.num_queries <= KV_FEW_QUERIES):
+        if given.request.options.num_splits == 0 and (threads == 1 or item.num_queries <= KV_FEW_QUERIES):
             item.run = max(item.run, <int>min(item.splits, most))
         kv_add_tasks(call, item)

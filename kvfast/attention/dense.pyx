@@ -5,12 +5,11 @@ import numpy as np
 from libc.stdint cimport intptr_t
 from libc.string cimport memset
 
-from kvfast.attention.options cimport Options
-from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, open_request
-from kvfast.attention.run cimport run_plan
+from kvfast.attention.run cimport answer
+from kvfast.attention.sight cimport kv_member
 from kvfast.attention.workspace cimport Workspace
-from kvfast.codec.blocks cimport init_rows, kv_slab, kv_context, kv_layout
+from kvfast.codec.blocks cimport init_rows, kv_layout, kv_slab
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, kv_rows, open_rows, width_of
 from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_TILE
 
@@ -33,9 +32,7 @@ cdef object _padded(object array):
     return padded
 
 
-def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
-              sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None, spans=None,
-              clamp_spans=False, parents=None, chosen=None, chosen_run=1, precision=None):
+def attention(q, k, v, **options):
     """Fused attention on arrays, without a cache.
 
     Parameters
@@ -46,7 +43,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     v : array of shape (context, num_kv_heads, v_head_dim), float32, float16 or bfloat16
         Keys and values. They are read in place if their width is a multiple of 16 and the tokens lie one after the other, at
         most 1 MiB apart; otherwise they are copied first.
-    out, scale, causal, ... precision
+    **options
         As in `kvfast.KVCache.attend`.
 
     Returns
@@ -62,8 +59,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     """
     cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
     cdef kv_layout layout
-    cdef kv_context context
-    cdef Plan plan
+    cdef kv_member member
     cdef Request request
     cdef kv_slab slab
     cdef Rows given_keys = keys, given_values = values
@@ -78,28 +74,20 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
         keys = open_rows(_padded(k), "k")
     if not _is_like_a_block(&values.rows):
         values = open_rows(_padded(v), "v")
-    memset(&context, 0, sizeof(context))
+    memset(&member, 0, sizeof(member))
     init_rows(&layout, &slab, keys.rows.heads, keys.rows.dtype, head_dim, values.rows.dtype, v_head_dim)
     layout.k.row_stride, layout.v.row_stride = keys.rows.token_stride, values.rows.token_stride
     slab.k_block_stride, slab.v_block_stride = KV_TILE * layout.k.row_stride, KV_TILE * layout.v.row_stride
     slab.v = <intptr_t>values.rows.data - <intptr_t>keys.rows.data
     slab.k_head_stride, slab.v_head_stride = keys.rows.head_stride, values.rows.head_stride
     layout.base = keys.rows.data
-    context.length = keys.rows.tokens
-    request = open_request(&layout, q, Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
-                                              return_lse, num_splits, num_threads, attention_chunk_size, spans, clamp_spans, parents,
-                                              chosen, chosen_run, precision))
+    request = open_request(&layout, q, options)
+    request.of = "k and v"
     check_apart(&request.c.out, &given_keys.rows, "k")
     check_apart(&request.c.out, &given_values.rows, "v")
-    if request.c.causal and request.c.q.tokens > context.length:
-        raise ValueError(f"q must hold at most the {context.length} tokens of k and v, got {request.c.q.tokens}")
-    plan = open_plan(request, &layout, Workspace(), 1)
-    plan.use_spans(request.spans, "spans", context.length)
-    plan.use_parents(request.parents, "parents", request.c.q.tokens)
-    plan.ask(context.length, 0, request.c.q.tokens)
-    plan.choose(request)
-    plan.add(&context, 0, request.c.q.tokens, 0, 0)
-    return run_plan(request, plan)
+    member.context.length = member.length = keys.rows.tokens
+    member.num_queries, member.is_foreign = request.c.q.tokens, request.c.options.not_causal
+    return answer(request, &layout, Workspace(), &member, 1)
 
 
 def merge_states(out_a, lse_a, out_b, lse_b):

@@ -9,7 +9,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
 from kvfast.attention.cuts cimport token_bytes
-from kvfast.attention.spans cimport floats_from, open_rows
+from kvfast.attention.source cimport floats_from, open_rows
 from kvfast.attention.tasks cimport (KV_CODES, KV_DECODED_KEYS, KV_NUM_KINDS, KV_OWN_FLOATS, given_of, keys_of, kv_chosen, kv_gathered,
                                      kv_given, kv_own, kv_task, kv_touch, kv_traffic, own_of)
 from kvfast.attention.tiles cimport attend_range, kv_range, load

@@ -12,7 +12,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from kvfast.attention.cuts cimport choose_tile, work_of
-from kvfast.attention.spans cimport open_rows as find_rows
+from kvfast.attention.source cimport open_rows as find_rows
 from kvfast.attention.tasks cimport kv_call, kv_given, kv_item, kv_keys, kv_own, kv_query, kv_task
 from kvfast.attention.tiles cimport add_scores, load
 from kvfast.codec.blocks cimport kv_context, kv_layout
@@ -89,7 +89,7 @@ cdef object best_positions(const kv_layout *layout, const kv_context *contexts, 
     scores = np.empty((turn, ranking.longest), np.float32)
     ranking.call.kernels, ranking.call.given = active(), &ranking.given
     ranking.call.num_q_heads, ranking.call.group, ranking.call.num_queries = rows.rows.heads, <int>rows.rows.heads, tokens
-    ranking.given.layout, ranking.given.request.q, ranking.given.request.scale = layout, rows.rows, 1.0
+    ranking.given.layout, ranking.given.request.q, ranking.given.request.options.scale = layout, rows.rows, 1.0
     ranking.given.tile = choose_tile(layout, ranking.call.kernels, False)
     ranking.item_of, ranking.weights, ranking.scores, ranking.best = &item_of[0], &of_heads[0, 0], &scores[0, 0], &best[0, 0]
     ranking.ranges = (ranking.longest + RANGE_TOKENS - 1) // RANGE_TOKENS

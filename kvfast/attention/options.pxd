@@ -1,15 +1,32 @@
-"""The keyword arguments of every `attend`."""
+"""The options of a call, declared once: `kvfast.h` has and documents them, and a `kv_request` begins with them. `AttendOptions` names
+the same ones for Python."""
+from libc.stdint cimport int64_t
 
 
-cdef class Options:
-    """The keyword arguments that every `attend` takes."""
-    cdef object out, scale, softcap, sliding_window, sinks, alibi_slopes, num_splits, num_threads
-    cdef readonly object spans, parents, chosen
-    cdef Py_ssize_t num_sink_tokens
-    cdef readonly Py_ssize_t attention_chunk_size, chosen_run
-    cdef public Py_ssize_t made_for    # layer length that the queries were rotated for; the call fails if it changed. -1: any
-    cdef public int precision          # a kv_precision
-    cdef bint causal, return_lse
-    cdef readonly bint clamp_spans
+cdef extern from "kvfast.h" nogil:
+    enum:
+        KVFAST_EXACT
+        KVFAST_FAST
 
-    cdef void read_as(self, int precision) noexcept
+    ctypedef struct kvfast_options:
+        float scale
+        float softcap
+        Py_ssize_t sliding_window
+        Py_ssize_t num_sink_tokens
+        const float *sinks
+        const float *alibi_slopes
+        float *lse
+        int not_causal
+        int num_splits
+        int num_threads
+        Py_ssize_t attention_chunk_size
+        const Py_ssize_t *spans
+        Py_ssize_t num_spans
+        int clamp_spans
+        const Py_ssize_t *parents
+        Py_ssize_t num_parents
+        const int64_t *chosen
+        Py_ssize_t num_chosen
+        int chosen_heads
+        int chosen_run
+        int precision

@@ -1,301 +1,303 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The second step of attention: which positions each query sees, and the items that read them, which `cuts` cuts into tasks."""
-cimport cython
-import numpy as np
-
+"""The second step of attention: a request and the sequences that it reads become tasks. `sight` tells what each query sees, and `cuts`
+cuts the items that read it."""
 from libc.math cimport INFINITY
-from libc.stdint cimport int64_t, uint16_t, uint64_t
+from libc.stdint cimport uint16_t
 from libc.string cimport memset
 
-from kvfast.attention.chosen cimport open_chosen
+from kvfast.attention.chosen cimport most_chosen, open_chosen, split_chosen
 from kvfast.attention.cuts cimport begin_of, choose_tile, cut_alike, cut_context, cut_rows, deal_splits, work_of
 from kvfast.attention.families cimport NO_PACKED_PANELS
-from kvfast.attention.request cimport Request, kv_request
-from kvfast.attention.tasks cimport (kv_call, kv_count_bits, kv_count_slots, kv_count_tasks, kv_given, kv_item, kv_keys,
-                                     kv_partial_size, kv_query)
-from kvfast.attention.workspace cimport (COUNTS, DECODED, GATHERED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE,
-                                         Workspace)
+from kvfast.attention.refusals cimport VALUE, no_memory, refuse
+from kvfast.attention.request cimport kv_request
+from kvfast.attention.sight cimport AS_SINKS, AS_WINDOW, end_of, kv_member, kv_segment, narrow, open_sight, see, views_of
+from kvfast.attention.tasks cimport kv_count_slots, kv_count_tasks, kv_item, kv_keys, kv_partial_size, kv_query
+from kvfast.attention.workspace cimport (COUNTS, DECODED, GATHERED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, give_back,
+                                         kv_workspace, lend, reserve)
 from kvfast.codec.blocks cimport kv_context, kv_layout, values_of
-from kvfast.core.checks cimport check_integers
-from kvfast.core.flags cimport kv_drop
-from kvfast.core.kernels cimport active_for, kv_kernels, kv_rope_scratch, kv_wide_scratch
+from kvfast.core.kernels cimport active_for, kv_rope_scratch, kv_wide_scratch
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_ROWS
-from kvfast.core.threads cimport work_of_attention
-
-from kvfast.core.interchange import as_array
-from kvfast.errors import DimensionMismatchError
+from kvfast.core.threads cimport gather_unwatched, work_of_attention
 
 cdef enum:
     # Segments are read by the same tasks where there are LEAST_JOINED_TASKS, with LEAST_JOINED_PANELS panels each, or more
     # (bench/studies/bench_splice.py).
     LEAST_JOINED_TASKS = 8
     LEAST_JOINED_PANELS = 4
-    # Drafts of a tree: the bits of a word.
-    MOST_DRAFTS = 64
 
 
-cdef Plan open_plan(Request request, const kv_layout *layout, Workspace workspace, Py_ssize_t contexts):
-    """A plan without tasks, for up to `contexts` contexts, which `ask` and `add` bring."""
-    cdef Plan self = Plan.__new__(Plan)
-    self.workspace = workspace.lend()
-    if not self.begin(&request.c, layout, contexts):
-        raise no_memory()
-    return self
+cdef void open_plan(kv_plan *plan, kv_workspace *workspace) noexcept nogil:
+    """Begin a call, which `close_plan` ends, in the working memory of a cache."""
+    plan.workspace = lend(workspace, &plan.own)
 
 
-cdef object no_memory():
-    return MemoryError("cannot allocate the working memory of a call of attend")
+cdef void close_plan(kv_plan *plan) noexcept nogil:
+    give_back(plan.workspace, &plan.own)
 
 
-@cython.no_gc_clear  # `workspace` is there until the end
-cdef class Plan:
-    def __dealloc__(self):
-        if self.workspace is not None:
-            kv_drop(&self.workspace.lent)
-
-    cdef bint begin(self, const kv_request *request, const kv_layout *layout, Py_ssize_t contexts) noexcept nogil:
-        """Begin a plan of a request that fits the layout; False if out of memory."""
-        cdef const kv_kernels *kernels
-        memset(&self.call, 0, sizeof(kv_call))
-        memset(&self.given, 0, sizeof(kv_given))
-        self.work = self.context = self.uncounted = 0
-        self.wide = self.packed = self.bad = False
-        self.num_spans = self.num_drafts = 0
-        kernels = active_for(request.precision)
-        self.given.request, self.given.layout, self.given.bad = request[0], layout, &self.bad
-        self.call.given, self.call.kernels, self.call.values, self.call.sinks = &self.given, kernels, values_of(layout), request.sinks
-        self.call.num_q_heads, self.call.group = request.q.heads, <int>(request.q.heads // layout.num_kv_heads)
-        self.given.tile = choose_tile(layout, self.call.kernels, False)
-        if layout.floats != NULL:
-            self.given.float_tile = choose_tile(layout.floats, self.call.kernels, True)
-        return self.reserve_queries(request.q.tokens, contexts)
-
-    cdef bint reserve_queries(self, Py_ssize_t queries, Py_ssize_t contexts) noexcept nogil:
-        """Make room for `queries` queries of `contexts` contexts, before the first `ask`; False if out of memory."""
-        # One item for each context, those for shared prefixes, and as many as `add` can make.
-        cdef Py_ssize_t items = 2 * contexts + min(queries, contexts * <Py_ssize_t>KV_FEW_QUERIES)
-        if self.given.request.chooses:
-            items = queries
-        self.call.num_queries = queries
-        self.call.items = <kv_item *>self.workspace.reserve(ITEMS, items * (sizeof(kv_item) + sizeof(kv_keys)))
-        self.keys = <kv_keys *>(self.call.items + items)
-        self.call.queries = <kv_query *>self.workspace.reserve(QUERIES, queries * sizeof(kv_query))
-        return self.call.items != NULL and self.call.queries != NULL
-
-    cdef int use_spans(self, object spans, str name, Py_ssize_t length) except -1:
-        """Let the tokens of each span see each other, in the next `ask` of a context of `length` tokens."""
-        cdef Py_ssize_t i
-        self.num_spans = 0
-        given = as_array(() if spans is None else spans, name)
-        if given.shape[:1] == (0,):
-            return 0
-        given = check_integers(given, name, np.int64, 2)
-        if given.shape[1] != 2:
-            raise DimensionMismatchError(f"{name} must have shape (num_spans, 2), a start and a stop of each, got {given.shape}")
-        self.spans = given = given[np.argsort(given[:, 0], kind="stable")]
-        for i in range(self.spans.shape[0]):
-            start, stop = self.spans[i, 0], self.spans[i, 1]
-            if not 0 <= start < stop:
-                raise ValueError(f"{name} must have a start of at least 0 and a later stop each, got {start} and {stop}")
-            if stop > length:
-                raise ValueError(f"{name} must end within the {length} tokens that are held, got {start} to {stop}: append all "
-                                 f"tokens of a span before its queries attend")
-            if i and start < self.spans[i - 1, 1]:
-                raise ValueError(f"{name} must not overlap, got {self.spans[i - 1, 0]} to {self.spans[i - 1, 1]} and {start} to {stop}")
-        self.num_spans = self.spans.shape[0]
-        return 0
-
-    cdef int use_parents(self, object parents, str name, Py_ssize_t num_queries) except -1:
-        """Let the last of `num_queries` queries be a tree of drafts, in the next `ask`. After `use_spans`, if the request has spans."""
-        cdef const int64_t[::1] view
-        cdef uint64_t[::1] ancestors
-        cdef Py_ssize_t i
-        self.num_drafts = 0
-        given = as_array(() if parents is None else parents, name)
-        if given.shape == (0,):
-            return 0
-        if self.num_spans:
-            raise ValueError(f"{name} need causal=True and spans=None for their sequence: a draft sees its ancestors alone")
-        view = check_integers(given, name, np.int64, 1)
-        if view.shape[0] > min(num_queries, <Py_ssize_t>MOST_DRAFTS):
-            raise ValueError(f"{name} must have at most {MOST_DRAFTS} drafts, and no more than the {num_queries} tokens of q, got "
-                             f"{view.shape[0]}")
-        ancestors = np.zeros(view.shape[0], np.uint64)
-        for i in range(view.shape[0]):
-            if not -1 <= view[i] < i:
-                raise ValueError(f"{name} must be -1 or a draft before its child, got {view[i]} for draft {i}")
-            ancestors[i] = (<uint64_t>1 << i) | (ancestors[view[i]] if view[i] >= 0 else 0)
-        self.ancestors, self.num_drafts = ancestors, view.shape[0]
-        return 0
-
-    cdef int choose(self, Request request) except -1:
-        """Let each query read the tokens that were chosen for it, after `ask` and before `add`, if the request has some."""
-        if request.chosen is not None:
-            self.chosen = open_chosen(request.chosen, request.chosen_run, &self.call, request.c.q.tokens)
-            self.given.chosen = &self.chosen.c
-        return 0
-
-    cdef void ask(self, Py_ssize_t length, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
-        """Set which positions each query sees. `num_queries` from `first_query` on are the last tokens of a context of `length`."""
-        cdef Py_ssize_t i, tree = length - self.num_drafts, position
-        for i in range(num_queries):
-            position = length - num_queries + i
-            if position < tree or self.num_drafts == 0:
-                self.sees(self.call.queries + first_query + i, position, length)
-            else:
-                self.sees_tree(self.call.queries + first_query + i, tree, self.ancestors[position - tree])
-            self.call.queries[first_query + i].token = first_query + i
-        self.context += length
-
-    cdef void sees(self, kv_query *query, Py_ssize_t position, Py_ssize_t length) noexcept nogil:
-        """Set which of `length` positions a query at `position` sees."""
-        cdef Py_ssize_t chunk = self.given.request.chunk, i
-        query.position = position
-        query.stop = position + 1 if self.given.request.causal else length
-        query.start = max(<Py_ssize_t>0, position + 1 - self.given.request.window) if self.given.request.window else 0
-        if chunk:
-            query.start = max(query.start, position // chunk * chunk)
-        for i in range(self.num_spans):
-            if self.spans[i, 0] <= position < self.spans[i, 1]:
-                query.stop = max(query.stop, <Py_ssize_t>self.spans[i, 1])
-                if not self.given.request.clamp_spans:
-                    query.start = min(query.start, <Py_ssize_t>self.spans[i, 0])
-        query.sink_stop = min(max(self.given.request.num_sink_tokens, 0), query.start)
-        query.parts = 0
-        query.ancestors = query.tree = 0
-
-    cdef void sees_tree(self, kv_query *query, Py_ssize_t tree, uint64_t ancestors) noexcept nogil:
-        """Set what a draft sees: positions before `tree`, where the drafts begin, and its ancestors. Its depth is its position."""
-        cdef Py_ssize_t depth = kv_count_bits(ancestors) - 1, place
-        cdef uint64_t sinks = 0
-        self.sees(query, tree + depth, tree + depth + 1)
-        query.tree, query.stop = tree, tree
-        for place in range(tree, query.start):  # ancestors before a window or a chunk, of which sink tokens stay
-            if place < query.sink_stop:
-                sinks |= ancestors & (~ancestors + 1)
-            ancestors &= ancestors - 1
-        ancestors |= sinks
-        query.sink_stop = min(query.sink_stop, tree)
-        if query.start > tree:
-            query.start = tree
+cdef bint plan_of(kv_plan *plan, const kv_request *request, const kv_layout *layout, kv_member *members, Py_ssize_t count,
+                  const kv_prefix *prefixes, Py_ssize_t num_prefixes) noexcept nogil:
+    """Plan a request that fits the layout, for the sequences that its queries belong to. False if it is refused; `refusal` says why."""
+    cdef Py_ssize_t i
+    _begin(plan, request, layout)
+    if members[0].length == 0 and not request.is_batch:
+        return refuse(&plan.refusal, VALUE, b"{of} holds no tokens to attend to")
+    for i in range(count):
+        if members[i].num_queries > members[i].length and not members[i].is_foreign:
+            refuse(&plan.refusal, VALUE, b"sequence {member} of the batch holds {0} tokens, and q {1} of them" if request.is_batch
+                   else b"q must hold at most the {0} tokens of {of}, got {1}", members[i].length, members[i].num_queries)
+            plan.refusal.member = i
+            return False
+    if not (open_sight(request, plan.workspace, members, count, &plan.refusal) and _reserve_queries(plan, members, count)):
+        return False
+    for i in range(count):
+        if not _see(plan, members + i):
+            return False
+    if request.options.chosen != NULL:
+        if not open_chosen(&plan.chosen, &plan.call, plan.workspace, &plan.refusal):
+            return False
+        plan.given.chosen = &plan.chosen
+    for i in range(num_prefixes):
+        _read_together(plan, prefixes + i, members)
+    for i in range(count):
+        if members[i].num_segments:
+            _add_segments(plan, members + i)
         else:
-            while ancestors >> (query.stop - tree) & 1:  # those that follow each other from the first on are as causal tokens
-                ancestors ^= <uint64_t>1 << (query.stop - tree)
-                query.stop += 1
-                if query.stop - tree == MOST_DRAFTS:
-                    break
-        query.ancestors = ancestors
+            _add(plan, &members[i].context, members[i].first_query, members[i].num_queries, members[i].begin, members[i].parts)
+    gather_unwatched(&plan.team, request.options.num_threads, <double>plan.work)
+    return _make_room(plan, _deal(plan)) or no_memory(&plan.refusal)
 
-    cdef void add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
-                 int part) noexcept nogil:
-        """Add items for the queries of `ask`, which read their context from position `begin` on.
 
-        A few queries that would read their sink tokens in different splits get items of their own; see `cut_context`. Each query with
-        chosen tokens has one, too, whose positions count these tokens.
-        """
-        cdef kv_item *item
-        cdef kv_query *first
-        cdef Py_ssize_t n, i, end
-        while num_queries and self.given.chosen != NULL:
-            item = self.open_item(context)
-            item.first_query, item.num_queries, item.part = first_query, 1, part
-            self.close(item, self.chosen.most_of(first_query))
-            first_query += 1
-            num_queries -= 1
-        while num_queries:
-            first, n = self.call.queries + first_query, num_queries
-            item = self.open_item(context)
-            item.first_query, item.num_queries, item.part = first_query, n, part
-            item.begin = begin_of(first, begin)
-            if num_queries <= KV_FEW_QUERIES:
-                cut_context(&self.call, item, item.begin + 1)
-                n = 1
-                while n < num_queries and cut_alike(item, first, first + n):
-                    n += 1
-                item.num_queries = n
-            end = item.begin + 1
-            for i in range(n):
-                end = max(end, first[i].stop, first[i].tree + 1 if first[i].ancestors else 0)
-            self.close(item, end)
-            first_query += n
-            num_queries -= n
+cdef void _begin(kv_plan *plan, const kv_request *request, const kv_layout *layout) noexcept nogil:
+    memset(&plan.call, 0, sizeof(plan.call))
+    memset(&plan.given, 0, sizeof(plan.given))
+    plan.work = plan.context = plan.uncounted = 0
+    plan.team.watch = NULL
+    plan.wide = plan.packed = plan.bad = False
+    plan.extra = request.q.tokens
+    plan.given.request, plan.given.layout, plan.given.bad = request[0], layout, &plan.bad
+    plan.call.given, plan.call.kernels, plan.call.values = &plan.given, active_for(request.options.precision), values_of(layout)
+    plan.call.sinks = request.options.sinks
+    plan.call.num_q_heads, plan.call.group = request.q.heads, <int>(request.q.heads // layout.num_kv_heads)
+    plan.given.tile = choose_tile(layout, plan.call.kernels, False)
+    if layout.floats != NULL:
+        plan.given.float_tile = choose_tile(layout.floats, plan.call.kernels, True)
 
-    cdef kv_item *open_item(self, const kv_context *context) noexcept nogil:
-        """The next item, which reads a context; `close` adds it."""
-        cdef kv_item *item = self.call.items + self.call.num_items
-        memset(item, 0, sizeof(kv_item))
-        item.keys = memset(self.keys + self.call.num_items, 0, sizeof(kv_keys))
-        self.keys[self.call.num_items].context = context[0]
-        return item
 
-    cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil:
-        """Split the item's positions up to `end`."""
-        cdef Py_ssize_t span = end - item.begin
-        cdef int panels
-        cut_context(&self.call, item, end)
-        panels = cut_rows(&self.call, item)
-        if panels >= 0:
-            self.wide, self.given.wide_kind = True, panels
-        self.packed = self.packed or panels == NO_PACKED_PANELS
-        self.call.num_items += 1
-        self.work += <Py_ssize_t>(work_of_attention(work_of(self.given.layout, span))
-                                  * max(1.0, item.num_queries * self.call.group / 8.0))
+cdef inline Py_ssize_t _views(int views, const kv_segment *segment) noexcept nogil:
+    """The views of a segment whose queries are not those of the tokens: its own are rotated, or have other positions."""
+    return (views & AS_SINKS != 0) + (views & AS_WINDOW != 0 and not segment.is_newest)
 
-    cdef void join(self, Py_ssize_t first_item) noexcept nogil:
-        """Let the last item continue the one before it, if that is not before `first_item` and their tasks have the same rows.
 
-        So these rows leave one partial result for many segments. A few queries stay apart, as each would be alone.
-        """
-        cdef kv_item *item = self.call.items + self.call.num_items - 1
-        cdef kv_item *before = item - 1
-        cdef Py_ssize_t rows = item.num_queries * self.call.group
-        # Whether items are joined must not depend on the number of threads, as their row blocks do.
-        if (self.call.num_items - 2 < first_item or item.num_queries <= KV_FEW_QUERIES or item.num_queries != before.num_queries
-                or self.call.queries[item.first_query].token != self.call.queries[before.first_query].token
-                or item.splits > 1 or before.splits > 1 or item.block_rows != before.block_rows
-                or rows * self.given.layout.num_kv_heads <= (LEAST_JOINED_TASKS - 1) * LEAST_JOINED_PANELS * KV_ROWS):
-            return
-        item.continues, item.part = True, before.part
+cdef bint _reserve_queries(kv_plan *plan, const kv_member *members, Py_ssize_t count) noexcept nogil:
+    """Make room for the queries of the tokens, and for those of segments."""
+    # One item for each context, those for shared prefixes, and as many as `_add` can make.
+    cdef const kv_request *request = &plan.given.request
+    cdef Py_ssize_t queries = request.q.tokens, contexts = count, items, i, j
+    cdef int views
+    for i in range(count):
+        for j in range(members[i].num_segments):
+            views = views_of(request, members + i, members[i].segments + j)
+            contexts += 2 + members[i].num_queries
+            queries += members[i].num_queries * _views(views, members[i].segments + j)
+    items = 2 * contexts + min(queries, contexts * <Py_ssize_t>KV_FEW_QUERIES)
+    if request.options.chosen != NULL:
+        items = queries
+    plan.call.num_queries = queries
+    plan.call.items = <kv_item *>reserve(plan.workspace, ITEMS, items * (sizeof(kv_item) + sizeof(kv_keys)))
+    plan.keys = <kv_keys *>(plan.call.items + items)
+    plan.call.queries = <kv_query *>reserve(plan.workspace, QUERIES, queries * sizeof(kv_query))
+    return (plan.call.items != NULL and plan.call.queries != NULL) or no_memory(&plan.refusal)
 
-    cdef Py_ssize_t deal(self, int threads) noexcept nogil:
-        """Deal the splits of all items out to tasks, and number the partial results of each query, per query head; returns how many
-        slots there are for them."""
-        cdef Py_ssize_t i, j
-        cdef kv_item *item
-        cdef kv_query *query
-        deal_splits(&self.call, threads)
-        for i in range(self.call.num_items):
-            item = self.call.items + i
-            for j in range(item.num_queries):
-                query = self.call.queries + (item.members[j] if item.members != NULL else item.first_query + j)
-                query = self.call.queries + query.token
-                query.parts = max(query.parts, item.part + <int>item.splits)
-        return kv_count_slots(&self.call, self.given.request.q.tokens)
 
-    cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil:
-        """Deal the tasks, and reserve memory for partial results and threads, as the last step before `run`; False if out of memory."""
-        cdef Py_ssize_t width = kv_partial_size(self.call.values), slots = self.deal(threads) * self.call.num_q_heads, i
-        if slots:
-            self.call.partials = <double *>self.workspace.reserve(PARTIALS, slots * width * sizeof(double))
-            self.call.unfinished = <int *>self.workspace.reserve(
-                COUNTS, self.given.request.q.tokens * self.given.layout.num_kv_heads * sizeof(int))
-            if self.call.unfinished != NULL:
-                kv_count_tasks(&self.call, self.given.request.q.tokens)
-        if self.call.partials != NULL and self.call.num_queries > self.given.request.q.tokens:
+cdef bint _see(kv_plan *plan, kv_member *member) noexcept nogil:
+    """Set what the queries of a sequence see; False if the first one needs keys that were dropped."""
+    cdef kv_query *first = plan.call.queries + member.first_query
+    member.begin, member.parts = 0, 0
+    plan.context += member.length
+    plan.uncounted += member.uncounted
+    see(&plan.given.request, member, first)
+    if member.num_queries and first.start < member.held_from:
+        return refuse(&plan.refusal, VALUE, b"the first query, at position {0}, needs the keys from position {1} on, and the ring has "
+                      b"dropped some of them", first.position, first.start)
+    return True
+
+
+cdef void _add(kv_plan *plan, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
+               int part) noexcept nogil:
+    """Add items for queries, which read their context from position `begin` on.
+
+    A few queries that would read their sink tokens in different splits get items of their own; see `cut_context`. So does each query
+    with chosen tokens: its positions count these tokens.
+    """
+    cdef kv_item *item
+    cdef kv_query *first
+    cdef Py_ssize_t n, i, end
+    while num_queries and plan.given.chosen != NULL:
+        item = _open_item(plan, context)
+        item.first_query, item.num_queries, item.part = first_query, 1, part
+        _close(plan, item, most_chosen(&plan.chosen, first_query))
+        first_query += 1
+        num_queries -= 1
+    while num_queries:
+        first, n = plan.call.queries + first_query, num_queries
+        item = _open_item(plan, context)
+        item.first_query, item.num_queries, item.part = first_query, n, part
+        item.begin = begin_of(first, begin)
+        if num_queries <= KV_FEW_QUERIES:
+            cut_context(&plan.call, item, item.begin + 1)
+            n = 1
+            while n < num_queries and cut_alike(item, first, first + n):
+                n += 1
+            item.num_queries = n
+        end = item.begin + 1
+        for i in range(n):
+            end = max(end, first[i].stop, first[i].tree + 1 if first[i].ancestors else 0)
+        _close(plan, item, end)
+        first_query += n
+        num_queries -= n
+
+
+cdef kv_item *_open_item(kv_plan *plan, const kv_context *context) noexcept nogil:
+    """The next item, which reads a context; `_close` adds it."""
+    cdef kv_item *item = plan.call.items + plan.call.num_items
+    memset(item, 0, sizeof(kv_item))
+    item.keys = memset(plan.keys + plan.call.num_items, 0, sizeof(kv_keys))
+    plan.keys[plan.call.num_items].context = context[0]
+    return item
+
+
+cdef void _close(kv_plan *plan, kv_item *item, Py_ssize_t end) noexcept nogil:
+    """Split the item's positions up to `end`."""
+    cdef Py_ssize_t span = end - item.begin
+    cdef int panels
+    cut_context(&plan.call, item, end)
+    panels = cut_rows(&plan.call, item)
+    if panels >= 0:
+        plan.wide, plan.given.wide_kind = True, panels
+    plan.packed = plan.packed or panels == NO_PACKED_PANELS
+    plan.call.num_items += 1
+    plan.work += <Py_ssize_t>(work_of_attention(work_of(plan.given.layout, span))
+                              * max(1.0, item.num_queries * plan.call.group / 8.0))
+
+
+cdef void _read_together(kv_plan *plan, const kv_prefix *prefix, kv_member *members) noexcept nogil:
+    """Add an item for a prefix that members share. Sets where their own items begin, and the number of partial results before these."""
+    cdef kv_member *first = members + prefix.members[0]
+    cdef kv_item *item = _open_item(plan, &first.context)
+    cdef Py_ssize_t i
+    item.members, item.num_queries = prefix.queries, prefix.num_queries
+    item.begin, item.part = prefix.begin, first.parts
+    _close(plan, item, prefix.end)
+    for i in range(prefix.num_members):
+        members[prefix.members[i]].begin = prefix.end
+        members[prefix.members[i]].parts = item.part + <int>item.splits
+
+
+cdef void _add_segments(kv_plan *plan, const kv_member *member) noexcept nogil:
+    """Add the items of a spliced sequence. To its tasks, each segment is a context of its own."""
+    cdef const kv_segment *segment
+    cdef Py_ssize_t first_item = plan.call.num_items, number
+    cdef int part = 0, views
+    for number in range(member.num_segments):
+        segment = member.segments + number
+        views = views_of(&plan.given.request, member, segment)
+        if views & AS_SINKS:
+            part = _add_view(plan, member, segment, True, part, first_item)
+        if views & AS_WINDOW:
+            part = _add_view(plan, member, segment, False, part, first_item)
+
+
+cdef int _add_view(kv_plan *plan, const kv_member *member, const kv_segment *segment, bint sinks, int part,
+                   Py_ssize_t first_item) noexcept nogil:
+    """Add the items that read a segment, or the sink tokens in it. Returns the number of partial results of them and those before."""
+    cdef Py_ssize_t row = member.first_query, i, first = member.num_queries, last = -1, items = plan.call.num_items
+    cdef kv_query *query
+    if sinks or not segment.is_newest:
+        row, plan.extra = plan.extra, plan.extra + member.num_queries
+    for i in range(member.num_queries):
+        query = plan.call.queries + row + i
+        query[0] = plan.call.queries[member.first_query + i]
+        narrow(query, segment, sinks)
+        if query.start < query.stop or query.ancestors:
+            first, last = min(first, i), i
+    if plan.given.chosen != NULL:
+        for i in range(member.num_queries):
+            if split_chosen(&plan.chosen, member.first_query + i, row + i, end_of(segment), segment.start - segment.first):
+                query = plan.call.queries + member.first_query + i
+                _add(plan, &segment.context, row + i, 1, 0, query.parts)
+                query.parts += <int>plan.call.items[plan.call.num_items - 1].splits
+    elif first <= last:
+        _add(plan, &segment.context, row + first, last + 1 - first, 0, part)
+        if plan.call.num_items == items + 1:
+            _join(plan, first_item)
+    for i in range(items, plan.call.num_items):
+        plan.keys[i].rotation = segment.rotation
+        part = max(part, plan.call.items[i].part + <int>plan.call.items[i].splits)
+    return part
+
+
+cdef void _join(kv_plan *plan, Py_ssize_t first_item) noexcept nogil:
+    """Let the last item continue the one before it, if that is not before `first_item` and their tasks have the same rows.
+
+    So these rows leave one partial result for many segments. A few queries stay apart, as each would be alone.
+    """
+    cdef kv_item *item = plan.call.items + plan.call.num_items - 1
+    cdef kv_item *before = item - 1
+    cdef Py_ssize_t rows = item.num_queries * plan.call.group
+    # Whether items are joined must not depend on the number of threads, as their row blocks do.
+    if (plan.call.num_items - 2 < first_item or item.num_queries <= KV_FEW_QUERIES or item.num_queries != before.num_queries
+            or plan.call.queries[item.first_query].token != plan.call.queries[before.first_query].token
+            or item.splits > 1 or before.splits > 1 or item.block_rows != before.block_rows
+            or rows * plan.given.layout.num_kv_heads <= (LEAST_JOINED_TASKS - 1) * LEAST_JOINED_PANELS * KV_ROWS):
+        return
+    item.continues, item.part = True, before.part
+
+
+cdef Py_ssize_t _deal(kv_plan *plan) noexcept nogil:
+    """Deal the splits of all items out to tasks, and number the partial results of each query, per query head; returns how many slots
+    there are for them."""
+    cdef Py_ssize_t i, j
+    cdef kv_item *item
+    cdef kv_query *query
+    deal_splits(&plan.call, plan.team.threads)
+    for i in range(plan.call.num_items):
+        item = plan.call.items + i
+        for j in range(item.num_queries):
+            query = plan.call.queries + (item.members[j] if item.members != NULL else item.first_query + j)
+            query = plan.call.queries + query.token
+            query.parts = max(query.parts, item.part + <int>item.splits)
+    return kv_count_slots(&plan.call, plan.given.request.q.tokens)
+
+
+cdef bint _make_room(kv_plan *plan, Py_ssize_t slots) noexcept nogil:
+    """Reserve memory for partial results and threads; False if out of memory."""
+    cdef const kv_request *request = &plan.given.request
+    cdef const kv_layout *layout = plan.given.layout
+    cdef Py_ssize_t width = kv_partial_size(plan.call.values), threads = plan.team.threads, i
+    slots *= plan.call.num_q_heads
+    if request.q.data == NULL:  # for a plan that only explains
+        return True
+    if slots:
+        plan.call.partials = <double *>reserve(plan.workspace, PARTIALS, slots * width * sizeof(double))
+        plan.call.unfinished = <int *>reserve(plan.workspace, COUNTS, request.q.tokens * layout.num_kv_heads * sizeof(int))
+        if plan.call.partials == NULL or plan.call.unfinished == NULL:
+            return False
+        kv_count_tasks(&plan.call, request.q.tokens)
+        if plan.call.num_queries > request.q.tokens:
             for i in range(slots):  # a query may see no key of a split of a segment that others see
-                self.call.partials[i * width], self.call.partials[i * width + 1] = -INFINITY, 0.0
-        if self.wide:
-            self.given.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
-        if self.given.request.rope_q.data != NULL:
-            self.given.rope = <kv_rope_scratch *>self.workspace.reserve(ROPE, threads * sizeof(kv_rope_scratch))
-        if self.given.layout.decode != NULL:
-            self.given.decoded_size = self.given.tile * max(self.given.layout.k.padded_dim, self.given.layout.v.padded_dim)
-            self.given.decoded = <uint16_t *>self.workspace.reserve(DECODED, threads * self.given.decoded_size * sizeof(uint16_t))
-        if self.given.chosen != NULL:
-            self.chosen.c.room = <char *>self.workspace.reserve(GATHERED, threads * self.chosen.c.room_bytes)
-        self.given.scratch = <void **>self.workspace.reserve(SCRATCH, threads * sizeof(void *))
-        return (self.given.scratch != NULL and (slots == 0 or (self.call.partials != NULL and self.call.unfinished != NULL))
-                and (not self.wide or self.given.wide != NULL)
-                and (self.given.request.rope_q.data == NULL or self.given.rope != NULL)
-                and (self.given.layout.decode == NULL or self.given.decoded != NULL)
-                and (self.given.chosen == NULL or self.chosen.c.room != NULL))
+                plan.call.partials[i * width], plan.call.partials[i * width + 1] = -INFINITY, 0.0
+    if plan.wide:
+        plan.given.wide = <kv_wide_scratch *>reserve(plan.workspace, WIDE, threads * sizeof(kv_wide_scratch))
+    if request.rope_q.data != NULL:
+        plan.given.rope = <kv_rope_scratch *>reserve(plan.workspace, ROPE, threads * sizeof(kv_rope_scratch))
+    if layout.decode != NULL:
+        plan.given.decoded_size = plan.given.tile * max(layout.k.padded_dim, layout.v.padded_dim)
+        plan.given.decoded = <uint16_t *>reserve(plan.workspace, DECODED, threads * plan.given.decoded_size * sizeof(uint16_t))
+    if plan.given.chosen != NULL:
+        plan.chosen.room = <char *>reserve(plan.workspace, GATHERED, threads * plan.chosen.room_bytes)
+    plan.given.scratch = <void **>reserve(plan.workspace, SCRATCH, threads * sizeof(void *))
+    return (plan.given.scratch != NULL and (not plan.wide or plan.given.wide != NULL)
+            and (request.rope_q.data == NULL or plan.given.rope != NULL)
+            and (layout.decode == NULL or plan.given.decoded != NULL)
+            and (plan.given.chosen == NULL or plan.chosen.room != NULL))

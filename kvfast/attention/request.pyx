@@ -1,169 +1,412 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The first step of attention: the arguments of a call, checked.
+"""The first step of attention: what a call asks for, checked.
 
-`misfit` needs no interpreter, so the C interface asks it, too. `open_request` converts Python's arguments, and raises for what
-`misfit` finds.
+`fits` needs no interpreter, so the C interface asks it, too. `open_request` converts Python's arguments, and raises for what `fits`
+finds.
 """
-import math
 from contextlib import suppress
 
 import numpy as np
 
-from libc.math cimport isfinite
+from libc.math cimport isfinite, pow, sqrt
+from libc.stdint cimport int64_t, intptr_t
 from libc.string cimport memset
 
-from kvfast.attention.options cimport Options
+from kvfast.attention.options cimport KVFAST_FAST, kvfast_options
+from kvfast.attention.refusals cimport BAD_QUERIES, DIMENSION, MEMORY, NOT_FINITE, VALUE, kv_refusal, refuse
 from kvfast.codec.blocks cimport kv_layout, values_of
-from kvfast.codec.dtypes cimport parse_dtype
-from kvfast.core.arrays cimport Rows, check_apart, check_finite, find_unstorable, kv_rows, open_output, open_rows, overlap
-from kvfast.core.checks cimport check_count, check_number, check_per_head
-from kvfast.core.kernels cimport KV_BFLOAT16
-from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
+from kvfast.codec.dtypes cimport dtype_limit, dtype_name, parse_dtype
+from kvfast.core.arrays cimport Rows, check_finite, find_unstorable, kv_rows, open_output, open_rows, overlap
+from kvfast.core.checks cimport check_count, check_flag, check_integers, check_number, check_per_head
+from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, UNSET, parse_precision
+from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
 from kvfast.core.threads cimport most_threads
 
+from kvfast.core.interchange import as_array
 from kvfast.core.text import shown
-from kvfast.errors import DimensionMismatchError
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 cdef enum:
     MOST_SPLITS = 1 << 30
+    MOST_THREADS = 1024
 
 
-cdef bint _is_finite(const float *values, Py_ssize_t count) noexcept nogil:
+cdef float default_scale(const kv_layout *layout) noexcept nogil:
+    """``head_dim ** -0.5``; of latent rows, whose rotary part counts."""
+    if layout.latent:
+        return <float>pow(<double>(layout.k.head_dim + layout.v.head_dim), -0.5)
+    return <float>(1.0 / sqrt(<double>layout.k.head_dim))
+
+
+cdef bint split_latent(const kv_layout *layout, kv_rows *rows, kv_rows *rope) noexcept nogil:
+    """Split latent rows from their rotary part, which may be empty; False for rows of another width."""
+    if rows.dim != layout.k.head_dim + layout.v.head_dim:
+        return False
+    rope[0] = rows[0]
+    rows.dim, rope.dim = layout.k.head_dim, layout.v.head_dim
+    if rope.data != NULL:
+        rope.data += rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
+    return True
+
+
+cdef void split_queries(const kv_layout *layout, kv_request *request) noexcept nogil:
+    """Split queries to latent rows from their rotary part."""
+    if layout.latent:
+        split_latent(layout, &request.q, &request.rope_q)
+        if request.rope_q.dim == 0:
+            request.rope_q.data = NULL
+
+
+cdef bint _are_finite(const float *values, Py_ssize_t count, kv_refusal *refusal) noexcept nogil:
     cdef Py_ssize_t i
     for i in range(count if values != NULL else 0):
+        refusal.value = values[i]
         if not isfinite(values[i]):
             return False
     return True
 
 
-cdef bint has_finite_queries(const kv_request *request) noexcept nogil:
+cdef bint has_finite_queries(const kv_request *request, kv_refusal *refusal) noexcept nogil:
     """Whether all queries are finite; `open_request` tells by `check_finite`, which can be interrupted."""
     cdef float row[KV_MAX_HEAD_DIM]
     cdef Py_ssize_t at
-    return (find_unstorable(&request.q, KV_MAX_FLOAT32, row, &at, NULL) < 0
-            and (request.rope_q.data == NULL or find_unstorable(&request.rope_q, KV_MAX_FLOAT32, row, &at, NULL) < 0))
+    return ((find_unstorable(&request.q, KV_MAX_FLOAT32, row, &at, NULL) < 0
+             and (request.rope_q.data == NULL or find_unstorable(&request.rope_q, KV_MAX_FLOAT32, row, &at, NULL) < 0))
+            or refuse(refusal, BAD_QUERIES, b"q must be finite"))
 
 
-cdef kv_misfit _misfit_of_q(const kv_rows *q, const kv_layout *layout) noexcept nogil:
+cdef bint _fits_q(const kv_request *request, const kv_layout *layout, kv_refusal *refusal) noexcept nogil:
+    cdef const kv_rows *q = &request.q
+    if layout.latent and q.dim + request.rope_q.dim != layout.k.head_dim + layout.v.head_dim:
+        return refuse(refusal, DIMENSION, b"q must have shape (num_tokens, num_q_heads, {0} + {1}), got ({2}, {3}, {4})",
+                      layout.k.head_dim, layout.v.head_dim, q.tokens, q.heads, q.dim)
     if q.dim != layout.k.head_dim:
-        return DIM_OF_Q
-    return HEADS_OF_Q if q.heads % layout.num_kv_heads else FITS
+        return refuse(refusal, DIMENSION, b"q must have head_dim {0}, got {1}", layout.k.head_dim, q.dim)
+    if q.heads % layout.num_kv_heads:
+        return refuse(refusal, DIMENSION, b"the heads of q, its second axis, must be a multiple of the {0} KV heads, got {1}{swapped}",
+                      layout.num_kv_heads, q.heads, q.tokens % layout.num_kv_heads == 0)
+    return True
 
 
-cdef kv_misfit misfit(const kv_request *request, const kv_layout *layout) noexcept nogil:
-    """The first thing in a request that does not fit a layout, or FITS."""
+cdef bint _fit_arrays(const kvfast_options *o, const kv_layout *layout, Py_ssize_t heads, kv_refusal *refusal) noexcept nogil:
+    """The arrays of the options, before anything in them is read."""
+    if <intptr_t>o.sinks % <intptr_t>sizeof(float):
+        return refuse(refusal, VALUE, b"sinks must be aligned to its elements of 4 bytes")
+    if <intptr_t>o.alibi_slopes % <intptr_t>sizeof(float):
+        return refuse(refusal, VALUE, b"alibi_slopes must be aligned to its elements of 4 bytes")
+    if <intptr_t>o.lse % <intptr_t>sizeof(float):
+        return refuse(refusal, VALUE, b"lse must be aligned to its elements of 4 bytes")
+    if not _are_finite(o.sinks, heads, refusal):
+        return refuse(refusal, NOT_FINITE, b"sinks must be finite, got {value}")
+    if not _are_finite(o.alibi_slopes, heads, refusal):
+        return refuse(refusal, NOT_FINITE, b"alibi_slopes must be finite, got {value}")
+    if o.num_spans < 0 or (o.spans == NULL and o.num_spans > 0):
+        return refuse(refusal, VALUE, b"spans must point to num_spans of them, got {0} and {where}", o.num_spans, <Py_ssize_t>o.spans)
+    if o.num_parents < 0 or (o.parents == NULL and o.num_parents > 0):
+        return refuse(refusal, VALUE, b"parents must point to num_parents of them, got {0} and {where}", o.num_parents,
+                      <Py_ssize_t>o.parents)
+    if o.chosen == NULL and o.num_chosen == 0:
+        if not 0 <= o.chosen_heads <= 1 or not 0 <= o.chosen_run <= 1:
+            return refuse(refusal, VALUE, b"chosen_heads and chosen_run are for chosen tokens, which are NULL, got {0} and {1}",
+                          o.chosen_heads, o.chosen_run)
+        return True
+    if o.chosen == NULL or o.num_chosen < 1 or o.chosen_heads < 0 or <intptr_t>o.chosen % <intptr_t>sizeof(int64_t):
+        return refuse(refusal, VALUE, b"chosen must point to num_chosen aligned positions of each query and of each of its "
+                      b"chosen_heads, got {0} of {1} heads at address {2:#x}", o.num_chosen, max(o.chosen_heads, 1),
+                      <Py_ssize_t>o.chosen)
+    if o.chosen_heads > 1 and o.chosen_heads != layout.num_kv_heads:
+        return refuse(refusal, DIMENSION, b"chosen_heads must be 0, 1 or the {0} KV heads of the cache, got {1}", layout.num_kv_heads,
+                      o.chosen_heads)
+    if o.chosen_run not in (0, 1, KV_LANES):
+        return refuse(refusal, VALUE, b"chosen_run must be 1, or with chosen 16, got {0}", o.chosen_run)
+    if o.num_parents or o.alibi_slopes != NULL:
+        return refuse(refusal, VALUE, b"chosen needs parents=None and alibi_slopes=None: a query sees chosen positions alone")
+    return True
+
+
+cdef bint _fit_numbers(const kvfast_options *o, kv_refusal *refusal) noexcept nogil:
+    refusal.value = o.scale
+    if not isfinite(o.scale):
+        return refuse(refusal, VALUE, b"scale must be a finite number of float32, got {value:g}")
+    refusal.value = o.softcap
+    if not 0 <= o.softcap <= KV_MAX_FLOAT32:
+        return refuse(refusal, VALUE, b"softcap must be a positive finite number of float32, got {value:g}")
+    if o.sliding_window < 0:
+        return refuse(refusal, VALUE, b"sliding_window must be at least 1, got {0}", o.sliding_window)
+    if o.num_sink_tokens < -1:
+        return refuse(refusal, VALUE, b"num_sink_tokens must be at least 0, got {0}", o.num_sink_tokens)
+    if not 0 <= o.num_splits <= MOST_SPLITS:
+        return refuse(refusal, VALUE, b"num_splits must be between 0 and {1}, got {0}", o.num_splits, MOST_SPLITS)
+    if not 0 <= o.num_threads <= MOST_THREADS:
+        return refuse(refusal, VALUE, b"num_threads must be between 1 and 1024, got {0}", o.num_threads)
+    if o.attention_chunk_size < 0:
+        return refuse(refusal, VALUE, b"attention_chunk_size must be at least 1, got {0}", o.attention_chunk_size)
+    if not 0 <= o.precision <= KVFAST_FAST:
+        return refuse(refusal, VALUE, b"precision must be 0, KVFAST_EXACT or KVFAST_FAST, got {0}", o.precision)
+    if o.not_causal and o.attention_chunk_size:
+        return refuse(refusal, VALUE, b"attention_chunk_size needs causal=True, got causal=False")
+    if o.not_causal and o.num_spans:
+        return refuse(refusal, VALUE, b"spans need causal=True, got causal=False, with which every query sees all keys")
+    if o.not_causal and o.num_parents:
+        return refuse(refusal, VALUE, b"parents need causal=True and spans=None: a draft sees its ancestors alone")
+    return True
+
+
+cdef bint fits(const kv_request *request, const kv_layout *layout, kv_refusal *refusal) noexcept nogil:
+    """Whether a request fits a layout. Queries are not read, see `has_finite_queries`."""
     cdef const kv_rows *q = &request.q
     cdef const kv_rows *out = &request.out
-    cdef kv_misfit found = _misfit_of_q(q, layout)
-    if found != FITS:
-        return found
-    if (request.window < 0 or not 0 <= request.num_splits <= MOST_SPLITS or request.threads < 1 or not isfinite(request.scale)
-            or not 0 <= request.softcap <= KV_MAX_FLOAT32 or not _is_finite(request.sinks, q.heads)
-            or not _is_finite(request.slopes, q.heads)):
-        return NUMBERS
+    cdef kv_rows sums
+    if not (_fits_q(request, layout, refusal) and _fit_numbers(&request.options, refusal)
+            and _fit_arrays(&request.options, layout, q.heads, refusal)):
+        return False
     if q.data == NULL:
-        return FITS
+        return True
     if out.tokens != q.tokens or out.heads != q.heads or out.dim != values_of(layout).head_dim:
-        return SHAPE_OF_OUT
-    if overlap(out, q):
-        return OUT_OVER_Q
-    return OUT_OVER_ROPE if request.rope_q.data != NULL and overlap(out, &request.rope_q) else FITS
+        return refuse(refusal, DIMENSION, b"out must have shape ({0}, {1}, {2}), got ({3}, {4}, {5})", q.tokens, q.heads,
+                      values_of(layout).head_dim, out.tokens, out.heads, out.dim)
+    if overlap(out, q) or (request.rope_q.data != NULL and overlap(out, &request.rope_q)):
+        return refuse(refusal, VALUE, b"out must not share memory with q")
+    if request.options.lse != NULL:
+        sums.data, sums.dtype, sums.tokens, sums.heads, sums.dim = <char *>request.options.lse, KV_FLOAT32, q.tokens, q.heads, 1
+        sums.head_stride, sums.token_stride = sizeof(float), q.heads * <Py_ssize_t>sizeof(float)
+        if overlap(&sums, q) or (request.rope_q.data != NULL and overlap(&sums, &request.rope_q)):
+            return refuse(refusal, VALUE, b"lse must not share memory with q: it takes {0} x {1} floats of its own", q.tokens, q.heads)
+        if overlap(&sums, out):
+            return refuse(refusal, VALUE, b"lse must not share memory with out: it takes {0} x {1} floats of its own", q.tokens,
+                          q.heads)
+    return True
 
 
-cdef Request open_request(const kv_layout *layout, object q, Options options, object sink_q=None, object rope_q=None):
-    """Check the arguments of a call on a layout.
+cdef int _check_dimensions(const kv_layout *layout, object shape) except -1:
+    if len(shape) != 3:
+        dims = f"{layout.k.head_dim} + {layout.v.head_dim}" if layout.latent else "head_dim"
+        raise DimensionMismatchError(f"q must have 3 dimensions (num_tokens, num_q_heads, {dims}), got shape {shown(shape)}")
+    return 0
 
-    `q` has the shape (tokens, heads, head_dim); for `explain`, it is `imagined_rows`. `sink_q` are the queries for the sink tokens, and
-    `rope_q` the rotary part of queries to latent rows, (tokens, heads, rope_dim).
+
+cdef Rows _open_queries(const kv_layout *layout, object q):
+    if layout.latent:
+        _check_dimensions(layout, getattr(q, "shape", (0, 0, 0)))
+    return open_rows(q, "q", False, (1 + layout.latent) * KV_MAX_HEAD_DIM)
+
+
+cdef Request open_request(const kv_layout *layout, object q, dict options, object sink_q=None, Py_ssize_t num_sequences=-1):
+    """Check the arguments of a call on a layout: its queries and `AttendOptions`.
+
+    `q` has the shape (tokens, heads, head_dim), with the rotary part for latent rows; for `explain`, it is `imagined_rows`. `sink_q`
+    are the queries for the sink tokens. `num_sequences`: those of a batch.
     """
     cdef Request self = Request.__new__(Request)
     cdef kv_request *c = &self.c
+    cdef kv_refusal refusal
+    cdef bint wants_sums = False
     cdef float[:, ::1] lse_view
-    cdef const float[::1] view
     memset(c, 0, sizeof(kv_request))
-    self.num_threads = given = options.num_threads  # `run_plan` checks it
-    c.threads = most_threads(given if type(given) is int and 0 < given <= 1024 else 0)
-    self.q = open_rows(q, "q")
-    c.q = self.q.rows
-    _refuse(self, _misfit_of_q(&c.q, layout), layout)
-    c.scale = 1.0 / math.sqrt(c.q.dim) if options.scale is None else check_number(options.scale, "scale", False)
-    if options.softcap is not None and (check_number(options.softcap, "softcap", False) != 0 or options.softcap != 0):
-        c.softcap = check_number(options.softcap, "softcap", True)
-    if options.sliding_window is not None:
-        c.window = check_count(options.sliding_window, "sliding_window", 1)
-    c.num_sink_tokens, c.chunk, c.causal = options.num_sink_tokens, options.attention_chunk_size, options.causal
-    c.clamp_spans, self.spans, self.parents = options.clamp_spans, options.spans, options.parents
-    c.chooses, self.chosen, self.chosen_run = options.chosen is not None, options.chosen, options.chosen_run
-    c.precision = options.precision
-    c.num_splits = check_count(options.num_splits, "num_splits", 0, MOST_SPLITS)
-    if options.sinks is not None:
-        self.sinks = view = check_per_head(options.sinks, "sinks", c.q.heads)
-        c.sinks = &view[0]
-    if options.alibi_slopes is not None:
-        self.slopes = view = check_per_head(options.alibi_slopes, "alibi_slopes", c.q.heads)
-        c.slopes = &view[0]
+    self.q, self.arrays, self.of = _open_queries(layout, q), [], "the keys"
+    c.q, c.is_batch, self.num_kv_heads = self.q.rows, num_sequences >= 0, layout.num_kv_heads
+    split_queries(layout, c)
+    if not _fits_q(c, layout, &refusal):
+        raise_refusal(&refusal, self)
+    c.options.scale = default_scale(layout)
+    for name, value in options.items():
+        if name == "return_lse":
+            wants_sums = check_flag(value, "return_lse")
+        else:
+            _set_option(self, name, value, num_sequences)
+    c.threads = most_threads(c.options.num_threads)
+    if c.options.chosen == NULL and c.options.chosen_run > 1:
+        raise ValueError(f"chosen_run must be 1, or with chosen {KV_LANES}, got {c.options.chosen_run}")
     if sink_q is not None:
         self.sink_q = open_rows(sink_q, "q")
         c.sink_q = self.sink_q.rows
-    if rope_q is not None:
-        self.rope_q = open_rows(rope_q, "q")
-        c.rope_q = self.rope_q.rows
     if c.q.data != NULL:
-        check_finite(self.q, "q", KV_MAX_FLOAT32, "float32")
-        if rope_q is not None:
-            check_finite(self.rope_q, "the rotary part of q", KV_MAX_FLOAT32, "float32")
-        self.out = options.out
+        _check_queries(self)
         if self.out is None:
             self.out = np.empty((c.q.tokens, c.q.heads, values_of(layout).head_dim), np.float32)
         self.target = open_output(self.out, "out")
         c.out = self.target.rows
-    _refuse(self, misfit(c, layout), layout)
-    if type(options.out) is np.ndarray and (np.may_share_memory(self.out, self.sinks) or np.may_share_memory(self.out, self.slopes)):
-        raise ValueError("out must not share memory with sinks or alibi_slopes")
-    if options.return_lse and c.q.data != NULL:
-        self.lse = lse_view = np.empty((c.q.tokens, c.q.heads), np.float32)
-        c.lse = &lse_view[0, 0]
+        if wants_sums:
+            self.lse = lse_view = np.empty((c.q.tokens, c.q.heads), np.float32)
+            c.options.lse = &lse_view[0, 0]
+    if not fits(c, layout, &refusal):
+        raise_refusal(&refusal, self)
+    if "out" in options:
+        _check_out(self)
     return self
 
 
-cdef int _refuse(Request self, kv_misfit found, const kv_layout *layout) except -1:
-    """Raise for what does not fit. Those of the NUMBERS that are beyond float32 are the only ones that have passed their conversion."""
-    cdef const kv_rows *q = &self.c.q
-    cdef const kv_rows *out = &self.c.out
-    if found == DIM_OF_Q:
-        raise DimensionMismatchError(f"q must have head_dim {layout.k.head_dim}, got {q.dim}")
-    if found == HEADS_OF_Q:
-        swapped = q.tokens % layout.num_kv_heads == 0
-        raise DimensionMismatchError(f"the heads of q, its second axis, must be a multiple of the {layout.num_kv_heads} KV heads, got "
-                                     f"{q.heads}" + (": if the first has them, pass q.transpose(1, 0, 2)" if swapped else ""))
-    if found == NUMBERS:
-        raise ValueError(f"scale and softcap must be within float32 (+-{KV_MAX_FLOAT32:g}), got {self.c.scale:g} and "
-                         f"{self.c.softcap:g}")
-    if found == SHAPE_OF_OUT:
-        raise DimensionMismatchError(f"out must have shape ({q.tokens}, {q.heads}, {values_of(layout).head_dim}), "
-                                     f"got ({out.tokens}, {out.heads}, {out.dim})")
-    if found == OUT_OVER_Q:
-        check_apart(out, q, "q")
-    if found == OUT_OVER_ROPE:
-        check_apart(out, &self.c.rope_q, "q")
+cdef class Request:
+    cdef void read_as(self, int precision) noexcept:
+        """Take the precision of a cache, unless the call names one."""
+        if self.c.options.precision == UNSET:
+            self.c.options.precision = precision
+
+
+cdef int _check_queries(Request self) except -1:
+    """Refuse queries that are not finite, and say where."""
+    cdef Rows part = Rows.__new__(Rows)
+    part.rows = self.c.q
+    check_finite(part, "q", KV_MAX_FLOAT32, "float32")
+    if self.c.rope_q.data != NULL:
+        part.rows = self.c.rope_q
+        check_finite(part, "the rotary part of q", KV_MAX_FLOAT32, "float32")
     return 0
+
+
+cdef int _check_out(Request self) except -1:
+    for array in self.arrays if type(self.out) is np.ndarray else ():
+        if np.may_share_memory(self.out, array):
+            raise ValueError("out must not share memory with sinks or alibi_slopes")
+    return 0
+
+
+cdef int _set_option(Request self, str name, object value, Py_ssize_t num_sequences) except -1:
+    """Set an option from its keyword. Each has a default in the struct, which None keeps where the option has no value by default."""
+    cdef kvfast_options *o = &self.c.options
+    if name == "causal":
+        o.not_causal = not check_flag(value, "causal")
+    elif name == "clamp_spans":
+        o.clamp_spans = check_flag(value, "clamp_spans")
+    elif name == "num_splits":
+        o.num_splits = check_count(value, "num_splits", 0, MOST_SPLITS)
+    elif name == "chosen_run":
+        o.chosen_run = <int>min(check_count(value, "chosen_run", 1), <Py_ssize_t>KV_MAX_TOKENS)
+    elif name not in _OPTIONS:
+        raise TypeError(f"attend takes no option {shown(name)}: see AttendOptions")
+    elif value is None:
+        return 0
+    elif name == "out":
+        self.out = value
+    elif name == "num_threads":
+        o.num_threads = <int>check_count(value, "num_threads", 1, MOST_THREADS)
+    elif name == "scale":
+        o.scale = check_number(value, "scale", False)
+    elif name == "precision":
+        o.precision = parse_precision(value)
+    elif name == "sliding_window":
+        o.sliding_window = check_count(value, "sliding_window", 1)
+    elif name == "num_sink_tokens":
+        o.num_sink_tokens = check_count(value, "num_sink_tokens", 0) or -1
+    elif name == "attention_chunk_size":
+        o.attention_chunk_size = check_count(value, "attention_chunk_size", 1)
+    elif name == "softcap":
+        if check_number(value, "softcap", False) != 0 or value != 0:
+            o.softcap = check_number(value, "softcap", True)
+    elif name == "sinks":
+        o.sinks = _floats_of(self, check_per_head(value, "sinks", self.c.q.heads))
+    elif name == "alibi_slopes":
+        o.alibi_slopes = _floats_of(self, check_per_head(value, "alibi_slopes", self.c.q.heads))
+    elif name == "chosen":
+        _set_chosen(self, value)
+    elif name == "spans":
+        o.spans = _integers_of(self, value, "spans", 2, num_sequences, &o.num_spans, &self.c.span_counts)
+    else:
+        o.parents = _integers_of(self, value, "parents", 1, num_sequences, &o.num_parents, &self.c.parent_counts)
+    return 0
+
+
+cdef frozenset _OPTIONS = frozenset((
+    "out", "num_threads", "scale", "precision", "sliding_window", "num_sink_tokens", "attention_chunk_size", "softcap", "sinks",
+    "alibi_slopes", "chosen", "spans", "parents"))
+
+
+cdef const float *_floats_of(Request self, object array) except? NULL:
+    cdef const float[::1] view = array
+    self.arrays.append(array)
+    return &view[0]
+
+
+cdef int _set_chosen(Request self, object value) except -1:
+    """Positions of each query, in ascending order."""
+    cdef const int64_t[:, :, ::1] view
+    array = as_array(value, "chosen")
+    shape = array.shape
+    if array.ndim == 2:
+        array = array[:, None]
+    if array.ndim != 3 or array.shape[0] != self.c.q.tokens or array.shape[1] not in (1, self.num_kv_heads) or array.shape[2] == 0:
+        raise DimensionMismatchError(f"chosen must have shape ({self.c.q.tokens}, k), or ({self.c.q.tokens}, {self.num_kv_heads}, k) "
+                                     f"with a choice for each KV head, got {shape}")
+    array = check_integers(array, "chosen", np.int64, 3)
+    array.sort(axis=2)
+    view = array
+    self.arrays.append(array)
+    self.c.options.chosen, self.c.options.num_chosen, self.c.options.chosen_heads = &view[0, 0, 0], view.shape[2], <int>view.shape[1]
+    return 0
+
+
+cdef const Py_ssize_t *_integers_of(Request self, object value, str name, int width, Py_ssize_t num_sequences, Py_ssize_t *count,
+                                    const Py_ssize_t **counts) except? NULL:
+    """An option of rows of `width` integers, or for a batch of a list of them, with one entry for each sequence."""
+    cdef const Py_ssize_t[::1] view
+    if num_sequences < 0:
+        rows = _rows_of(value, name, width)
+    else:
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{name} must be a list with one entry per sequence, got {type(value).__name__}")
+        if len(value) != num_sequences:
+            raise DimensionMismatchError(f"{name} must have one entry for each of the {num_sequences} sequences, got {len(value)}")
+        parts = [_rows_of(() if one is None else one, f"{name}[{i}]", width) for i, one in enumerate(value)]
+        numbers = view = np.array([len(part) // width for part in parts], np.intp)
+        self.arrays.append(numbers)
+        counts[0] = &view[0]
+        rows = np.concatenate(parts)
+    count[0] = len(rows) // width
+    if count[0] == 0:
+        return NULL
+    view = rows
+    self.arrays.append(rows)
+    return &view[0]
+
+
+cdef object _rows_of(object value, str name, int width):
+    """Rows of integers, one after the other."""
+    given = as_array(value, name)
+    if given.shape[:1] == (0,):
+        return np.empty(0, np.intp)
+    given = check_integers(given, name, np.intp, width)
+    if width > 1 and given.shape[1] != width:
+        raise DimensionMismatchError(f"{name} must have shape (num_spans, 2), a start and a stop of each, got {given.shape}")
+    return given.reshape(-1)
+
+
+cdef dict _ERRORS = {VALUE: ValueError, DIMENSION: DimensionMismatchError, NOT_FINITE: NonFiniteInputError,
+                     BAD_QUERIES: NonFiniteInputError, MEMORY: MemoryError}
+
+
+cdef object _counts_at(Py_ssize_t address, Py_ssize_t count):
+    return "NULL" if address == 0 else shown([(<const Py_ssize_t *>address)[i] for i in range(count)])
+
+
+cdef int raise_refusal(const kv_refusal *refusal, Request request) except -1:
+    """Raise the error of a refusal, whose text has names for what depends on its numbers, or on the request."""
+    cdef int dtype = request.c.out.dtype
+    n = [refusal.numbers[i] for i in range(6)]
+    if refusal.error == BAD_QUERIES:
+        _check_queries(request)
+    raise _ERRORS[<int>refusal.error](refusal.text.decode().format(
+        *n, value=refusal.value, of=request.of, member=refusal.member, at=f"[{refusal.member}]" if refusal.member >= 0 else "",
+        dtype=f"{dtype_name(dtype)} (+-{dtype_limit(dtype):g})", where="an address" if n[1] else "NULL",
+        counts=_counts_at(n[2], n[0]) if b"{counts}" in refusal.text else "", swapped=": if the first has them, pass q.transpose(1, 0, 2)" if n[2] else "",
+        query=f"query {n[0]}" + (f" in KV head {n[1]}" if n[1] >= 0 else ""), sinks=f", and those before {n[5]}" if n[5] else "",
+        multiples=f"multiples of {n[3]}" if n[3] > 1 else "positions"))
 
 
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_layout *layout):
     """Rows without data, from an array, a shape or a number of tokens."""
     cdef Rows self = Rows.__new__(Rows), given
+    cdef Py_ssize_t dim = layout.k.head_dim + layout.v.head_dim if layout.latent else layout.k.head_dim
     if num_q_heads is not None:
         check_count(num_q_heads, "num_q_heads", 1, KV_MAX_Q_HEADS)
     if getattr(q, "ndim", 0):  # an array, of NumPy or another library
-        given = open_rows(q, "q")
+        given = _open_queries(layout, q)
         self.rows = given.rows
         self.rows.data = NULL
         return self
     shape = q
     if not isinstance(q, (tuple, list)):
-        shape = q, layout.num_kv_heads if num_q_heads is None else num_q_heads, layout.k.head_dim
-    if len(shape) != 3:
-        raise DimensionMismatchError(f"q must have 3 dimensions (num_tokens, num_heads, head_dim), got shape {shown(q)}")
+        shape = q, layout.num_kv_heads if num_q_heads is None else num_q_heads, dim
+    _check_dimensions(layout, shape)
     self.rows.tokens = check_count(shape[0], "the tokens of q", 1, KV_MAX_TOKENS)
     self.rows.heads = check_count(shape[1], "the heads of q", 1, KV_MAX_Q_HEADS)
     self.rows.dim = check_count(shape[2], "the head_dim of q", 1, 1 << 20)

@@ -1,11 +1,13 @@
 """The third step of attention: the tasks of a plan are run, or counted."""
-from kvfast.attention.plan cimport Plan
+from kvfast.attention.plan cimport kv_plan, kv_prefix
 from kvfast.attention.request cimport Request
-from kvfast.attention.tasks cimport kv_call
-from kvfast.core.threads cimport kv_team
+from kvfast.attention.sight cimport kv_member
+from kvfast.attention.workspace cimport Workspace
+from kvfast.codec.blocks cimport kv_layout
 
 
 cdef bint LOGS                 # whether calls log slow paths
-cdef object run_plan(Request request, Plan plan)
-cdef object explain_plan(Request request, Plan plan, str storage)
-cdef bint run_tasks(kv_call *call, kv_team *team) noexcept nogil                 # False: out of memory, and nothing has run
+cdef bint run(kv_plan *plan) noexcept nogil
+cdef int end_run(kv_plan *plan) except -1
+cdef object answer(Request request, const kv_layout *layout, Workspace workspace, kv_member *members, Py_ssize_t count,
+                   const kv_prefix *prefixes=*, Py_ssize_t num_prefixes=*, str storage=*)

@@ -4,25 +4,26 @@ from libc.math cimport logf
 from libc.string cimport memset
 
 from kvfast.attention.gather cimport read_chosen
-from kvfast.attention.plan cimport Plan, no_memory
-from kvfast.attention.request cimport Request
-from kvfast.attention.spans cimport read
+from kvfast.attention.plan cimport close_plan, kv_plan, kv_prefix, open_plan, plan_of
+from kvfast.attention.refusals cimport NOT_FINITE, no_memory, refuse
+from kvfast.attention.request cimport Request, raise_refusal
+from kvfast.attention.sight cimport kv_member
+from kvfast.attention.source cimport read
 from kvfast.attention.tasks cimport (kv_attend_task, kv_call, kv_given, kv_item, kv_open_task, kv_own, kv_query, kv_read_split,
                                      kv_source, kv_split_begin, kv_task, kv_traffic)
-from kvfast.attention.workspace cimport Workspace
+from kvfast.attention.workspace cimport WIDE, Workspace, release
 from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name
 from kvfast.core.arrays cimport kv_rows
-from kvfast.core.interrupt cimport check_stopped, kv_watch
+from kvfast.core.interrupt cimport check_stopped, kv_watch, watch_of
 from kvfast.core.kernels cimport FAST, KV_FLOAT32, active, kv_kernels, resolved
 from kvfast.core.scratch cimport give_scratch, take_scratch
-from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each, threads_for
+from kvfast.core.threads cimport DYNAMIC, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe_pages, kv_wipe_stack
 
 from kvfast.attention.explained import AttendItem, AttendPlan
 from kvfast.core import slow_paths
 from kvfast.core.kernels import name_of_precision
-from kvfast.errors import NonFiniteInputError
 
 LOGS = slow_paths.LOGS
 
@@ -36,43 +37,68 @@ cdef inline const kv_source *_source_of(const kv_given *given) noexcept nogil:
     return &_SOURCE if given.chosen == NULL else &_CHOSEN
 
 
-cdef object run_plan(Request request, Plan plan):
-    """The output of a call, or a tuple of it and the log-sum-exp."""
-    cdef kv_team team
+cdef bint run(kv_plan *plan) noexcept nogil:
+    """Run the tasks of a plan. False if it is refused. `end_run` follows."""
+    cdef kv_team team = plan.team
     cdef bint done
-    # A megabyte or two per thread: only caches of latent rows keep it, as every token of theirs needs it.
-    cdef Workspace scratch = Workspace() if plan.wide and not plan.given.layout.latent else plan.workspace
-    scratch.secure = plan.workspace.secure
-    gather(&team, request.num_threads, <double>plan.work)
-    if not plan.prepare(scratch, team.threads):
-        raise no_memory()
-    if LOGS:
-        slow_paths.log(_notes(request, plan, team.threads))
-    with nogil:
-        done = run_tasks(&plan.call, &team)
-    check_stopped(team.watch)
+    team.watch = plan.team.watch = watch_of(&plan.team.memory, <double>plan.work)
+    team.threads = _with_tasks(&plan.call, team.threads)
+    done = take_scratch(plan.given.scratch, team.threads)
+    if done:
+        plan.call.source, plan.given.watch = _source_of(&plan.given), team.watch
+        run_each(&team, _attend, &plan.call, plan.call.num_tasks, DYNAMIC)
+        give_scratch(plan.given.scratch, team.threads)
+    if plan.wide and not plan.given.layout.latent:  # megabytes, which each token of latent rows needs
+        release(plan.workspace, WIDE)
     if not done:
-        raise no_memory()
-    if plan.bad:
-        raise NonFiniteInputError(f"q, keys and values are too large together: a score is beyond float32, or an output beyond "
-                                  f"{dtype_name(request.c.out.dtype)} (+-{dtype_limit(request.c.out.dtype):g})")
+        return no_memory(&plan.refusal)
+    return not plan.bad or refuse(&plan.refusal, NOT_FINITE, b"q, keys and values are too large together: a score is beyond float32, "
+                                  b"or an output beyond {dtype}")
+
+
+cdef int end_run(kv_plan *plan) except -1:
+    """Raise what a signal handler has raised during a run, and log slow paths."""
+    check_stopped(plan.team.watch)
+    if LOGS:
+        slow_paths.log(_notes(plan))
+    return 0
+
+
+cdef object answer(Request request, const kv_layout *layout, Workspace workspace, kv_member *members, Py_ssize_t count,
+                   const kv_prefix *prefixes=NULL, Py_ssize_t num_prefixes=0, str storage=None):
+    """The output of a call, or a tuple of it and the log-sum-exp. For imagined queries, its AttendPlan; `storage` is a name for it."""
+    cdef kv_plan plan
+    cdef bint done, runs = request.c.q.data != NULL
+    open_plan(&plan, &workspace.c)
+    try:
+        with nogil:
+            done = plan_of(&plan, &request.c, layout, members, count, prefixes, num_prefixes)
+            if done and runs:
+                done = run(&plan)
+        if not done:
+            check_stopped(plan.team.watch)
+            raise_refusal(&plan.refusal, request)
+        if not runs:
+            return _explained(request, &plan, storage)
+        end_run(&plan)
+    finally:
+        close_plan(&plan)
     return request.out if request.lse is None else (request.out, request.lse)
 
 
-cdef object explain_plan(Request request, Plan plan, str storage):
+cdef object _explained(Request request, kv_plan *plan, str storage):
     """The AttendPlan of a call, which is not run."""
     cdef const kv_layout *layout = plan.given.layout
     cdef kv_traffic traffic
     cdef void *scratch
     cdef kv_item *item
     cdef Py_ssize_t i, rows = 1
-    cdef int threads = threads_for(request.num_threads, <double>plan.work)
-    plan.deal(threads)
     # The tasks run, read no queries and write no output: they count.
     memset(&traffic, 0, sizeof(traffic))
     plan.call.source, plan.given.traffic, plan.given.scratch = _source_of(&plan.given), &traffic, &scratch
     if not take_scratch(&scratch, 1):
-        raise no_memory()
+        no_memory(&plan.refusal)
+        raise_refusal(&plan.refusal, request)
     with nogil:
         for i in range(plan.call.num_tasks):
             _attend(&plan.call, i, 0, NULL)
@@ -87,26 +113,26 @@ cdef object explain_plan(Request request, Plan plan, str storage):
             item.row_blocks))
         rows = max(rows, min(item.num_queries * plan.call.group, <Py_ssize_t>item.block_rows))
     return AttendPlan(
-        isa=plan.call.kernels.isa.decode(), precision=name_of_precision(resolved(request.c.precision)), storage=storage,
+        isa=plan.call.kernels.isa.decode(), precision=name_of_precision(resolved(request.c.options.precision)), storage=storage,
         kernels=_kernels_of(layout) + panels,
         float_kernels=() if layout.floats == NULL else _kernels_of(layout.floats),
         q_shape=(request.c.q.tokens, request.c.q.heads, request.c.q.dim), q_dtype=dtype_name(request.c.q.dtype),
         num_kv_heads=layout.num_kv_heads, v_head_dim=values_of(layout).head_dim, context=plan.context, uncounted=plan.uncounted,
-        tile=plan.given.tile, float_tile=plan.given.float_tile, rows=rows, num_threads=_with_tasks(&plan.call, threads),
+        tile=plan.given.tile, float_tile=plan.given.float_tile, rows=rows, num_threads=_with_tasks(&plan.call, plan.team.threads),
         num_tasks=plan.call.num_tasks,
         items=tuple(items), code_bytes=traffic.codes, scale_bytes=traffic.scales, float_bytes=traffic.floats,
-        operations=int(traffic.operations), notes=tuple([text for _, text in _notes(request, plan, threads)]))
+        operations=int(traffic.operations), notes=tuple([text for _, text in _notes(plan)]))
 
 
-cdef list _notes(Request request, Plan plan, int threads):
+cdef list _notes(kv_plan *plan):
     cdef const kv_layout *layout = plan.given.layout
     # In a layout of latent rows v is the rotary part. Notes describe the width of the latents alone.
     sides = {layout.k.head_dim: layout.k.rotated}
     if not layout.latent:
         sides[layout.v.head_dim] = sides.get(layout.v.head_dim, False) or layout.v.rotated
-    return slow_paths.notes(sides, plan.work, threads, plan.call.num_tasks, request.num_threads, plan.packed,
-                            plan.uncounted if layout.seals and plan.uncounted > request.c.q.tokens else 0,
-                            _stays_exact(layout, plan.call.kernels) if resolved(request.c.precision) == FAST else None)
+    return slow_paths.notes(sides, plan.work, plan.team.threads, plan.call.num_tasks, plan.given.request.options.num_threads or None,
+                            plan.packed, plan.uncounted if layout.seals and plan.uncounted > plan.given.request.q.tokens else 0,
+                            _stays_exact(layout, plan.call.kernels) if resolved(plan.given.request.options.precision) == FAST else None)
 
 
 cdef object _stays_exact(const kv_layout *layout, const kv_kernels *kernels):
@@ -129,17 +155,6 @@ cdef inline int _with_tasks(const kv_call *call, int threads) noexcept nogil:
     return <int>max(1, min(<Py_ssize_t>threads, call.num_tasks))
 
 
-cdef bint run_tasks(kv_call *call, kv_team *team) noexcept nogil:
-    cdef kv_given *given = <kv_given *>call.given
-    team.threads = _with_tasks(call, team.threads)
-    if not take_scratch(given.scratch, team.threads):
-        return False
-    call.source, given.watch = _source_of(given), team.watch
-    run_each(team, _attend, call, call.num_tasks, DYNAMIC)
-    give_scratch(given.scratch, team.threads)
-    return True
-
-
 cdef int _attend(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
     cdef const kv_call *call = <const kv_call *>shared
     cdef const kv_given *given = <const kv_given *>call.given
@@ -152,8 +167,8 @@ cdef int _attend(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     task.own, task.narrow = own, &own.scratch
     task.wide = given.wide + thread if given.wide != NULL else NULL
     task.rest = own.rest if call.values.dtype == KV_FLOAT32 else NULL
-    task.options.softcap, task.options.query_at, task.options.bias = given.request.softcap, own.query_at, NULL
-    task.options.slopes = own.slopes if given.request.slopes != NULL else NULL
+    task.options.softcap, task.options.query_at, task.options.bias = given.request.options.softcap, own.query_at, NULL
+    task.options.slopes = own.slopes if given.request.options.alibi_slopes != NULL else NULL
     own.scratch.queries.room = own.scratch.softmax.room = &own.room
     if task.wide != NULL:
         task.wide.operands.room = &own.room
@@ -182,5 +197,5 @@ cdef void _write(const kv_call *call, const kv_query *query, Py_ssize_t q_head, 
     if not l > 0 or call.kernels.find_unstorable(row, dim, dtype_limit(out.dtype)) >= 0:
         given.bad[0] = 1
     call.kernels.from_float[out.dtype](row, dim, out.data + query.token * out.token_stride + q_head * out.head_stride)
-    if given.request.lse != NULL:
-        given.request.lse[query.token * call.num_q_heads + q_head] = top + logf(l)
+    if given.request.options.lse != NULL:
+        given.request.options.lse[query.token * call.num_q_heads + q_head] = top + logf(l)

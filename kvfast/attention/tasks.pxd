@@ -106,9 +106,9 @@ cdef enum:
 
 # The tokens that were chosen for each query.
 ctypedef struct kv_chosen:
-    const int64_t *positions   # ascending
-    const int64_t *firsts      # (queries, heads) where they begin there,
-    const int64_t *counts      # and how many of them there are
+    int64_t *positions         # ascending
+    int64_t *firsts            # (queries, heads) where they begin there,
+    int64_t *counts            # and how many of them there are
     Py_ssize_t heads           # 1: the same tokens for all KV heads
     kv_gathered kinds[KV_NUM_KINDS]
     char *room                 # (threads, room_bytes)

@@ -39,7 +39,7 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
         _load_rows(task, q, &layout.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
         if rope != NULL:
             _load_rows(task, &given.request.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
-        task.kernels.prepare_panel[given.wide_kind](&layout.k, task.wide.rows, rope, task.wide.rope_rows, given.request.scale,
+        task.kernels.prepare_panel[given.wide_kind](&layout.k, task.wide.rows, rope, task.wide.rope_rows, given.request.options.scale,
                                                          exact, task.wide.panels + i)
 
 
@@ -199,9 +199,9 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     if own.prepared != k:
-        kernels.prepare[k.dtype](k, scratch.rows, task.rows, given_of(task).request.scale, &scratch.queries)
+        kernels.prepare[k.dtype](k, scratch.rows, task.rows, given_of(task).request.options.scale, &scratch.queries)
         if own.rope != NULL:
-            kernels.prepare[v.dtype](v, own.rope.rows, task.rows, given_of(task).request.scale, &own.rope.queries)
+            kernels.prepare[v.dtype](v, own.rope.rows, task.rows, given_of(task).request.options.scale, &own.rope.queries)
         own.prepared = k
     if not layout.latent and not kv_bends(&task.options):
         scratch.queries.most = state.m
@@ -273,7 +273,7 @@ cdef void add_scores(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const floa
     cdef const float *scores
     cdef float score
     cdef float most[KV_ROWS]
-    kernels.prepare[layout.k.dtype](&layout.k, scratch.rows, task.rows, given_of(task).request.scale, &scratch.queries)
+    kernels.prepare[layout.k.dtype](&layout.k, scratch.rows, task.rows, given_of(task).request.options.scale, &scratch.queries)
     for r in range(task.rows):  # as if all scores were far below one before: no exp makes their rounding larger
         most[r] = KV_MAX_FLOAT32
     scratch.queries.most = most

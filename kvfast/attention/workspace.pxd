@@ -4,25 +4,34 @@
 cdef enum:
     ITEMS
     QUERIES
+    SIGHT                      # spans and drafts in order
+    CHOSEN                     # chosen tokens in order
     PARTIALS
     COUNTS                     # tasks of each query and KV head
     WIDE
     ROPE
     DECODED
     SCRATCH                    # pointers to the threads' scratch, while a call runs
-    MEMBERS                    # of a batch
     GATHERED                   # chosen tokens of each thread
     NUM_WORKSPACES
 
 
+# Memory for one call at a time. It grows and never shrinks.
+ctypedef struct kv_workspace:
+    void *data[NUM_WORKSPACES]
+    Py_ssize_t sizes[NUM_WORKSPACES]
+    int lent                   # whether a call has it; set by `lend`
+    bint secure                # wipe memory before it is freed
+    bint used                  # since the last `wipe`
+
+
 cdef class Workspace:
-    """Memory of one cache for its calls, one call at a time. It grows and never shrinks."""
-    cdef int lent              # whether a call has it; set by `lend`
-    cdef void *data[NUM_WORKSPACES]
-    cdef bint secure           # wipe memory before it is freed
-    cdef bint used             # since the last `wipe`
-    cdef Py_ssize_t sizes[NUM_WORKSPACES]
-    cdef void release(self, int which) noexcept nogil
-    cdef Workspace lend(self)
+    """The kv_workspace of a cache."""
+    cdef kv_workspace c
     cdef void wipe(self) noexcept nogil
-    cdef void *reserve(self, int which, Py_ssize_t nbytes) noexcept nogil  # NULL: out of memory
+
+
+cdef kv_workspace *lend(kv_workspace *workspace, kv_workspace *other) noexcept nogil
+cdef void give_back(kv_workspace *workspace, kv_workspace *other) noexcept nogil
+cdef void *reserve(kv_workspace *workspace, int which, Py_ssize_t nbytes) noexcept nogil  # NULL: out of memory
+cdef void release(kv_workspace *workspace, int which) noexcept nogil

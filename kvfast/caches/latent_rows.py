@@ -1,11 +1,6 @@
 """Latent rows, each a latent followed by a rotary part: properties that all their caches share."""
 
-from numbers import Integral
-
-from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_array
-from kvfast.core.limits import MAX_Q_HEADS
-from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError
 
 
@@ -28,33 +23,8 @@ class LatentRows:
             )
         return self._parts(rows[:, None])
 
-    def _query_parts(self, q):
-        """Latents and rotary parts of queries, (num_tokens, num_q_heads, dim); see `_row_parts`."""
-        rows = as_array(q, "q")
-        self._check_query_shape(rows.shape)
-        return self._parts(rows)
-
-    def _latent_shape(self, q, num_q_heads):
-        """Queries, their shape, or their number, without the rotary part: the latents, or a shape."""
-        if num_q_heads is not None:
-            check_size(num_q_heads, "num_q_heads", 1, MAX_Q_HEADS)
-        if getattr(q, "ndim", 0):
-            return self._query_parts(q)[0]
-        shape = q if isinstance(q, (tuple, list)) else (q, num_q_heads, self.head_dim)
-        self._check_query_shape(shape)
-        return *shape[:2], self.latent_dim
-
-    def _check_query_shape(self, shape):
-        if len(shape) != 3 or not isinstance(shape[2], Integral) or shape[2] != self.head_dim:
-            raise DimensionMismatchError(
-                f"q must have shape (num_tokens, num_q_heads, {self.latent_dim} + {self.rope_dim}), got {shown(tuple(shape))}"
-            )
-
     def _parts(self, rows):
         return rows[..., : self.latent_dim], rows[..., self.latent_dim :] if self.rope_dim else None
-
-    def _scale_or(self, scale):
-        return self.head_dim**-0.5 if scale is None else scale
 
     @property
     def latent_dim(self) -> int:

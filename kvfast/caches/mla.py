@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvfast.attention.options import Options
 from kvfast.caches.latent_rows import LatentRows
 from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
@@ -20,8 +19,10 @@ from kvfast.storage.settings import with_states
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Unpack
 
     from kvfast.attention.explained import AttendPlan
+    from kvfast.attention.options import AttendOptions
 
 __all__ = ["MLAKVCache"]
 
@@ -131,22 +132,7 @@ class LatentSequence:
             )
         return np.concatenate((k, np.broadcast_to(rope, (*k.shape[:2], self.rope_dim))), axis=2), v
 
-    def attend(
-        self,
-        layer: int,
-        q: ArrayLike,
-        *,
-        out: NDArray[Any] | None = None,
-        scale: float | None = None,
-        causal: bool = True,
-        softcap: float | None = None,
-        return_lse: bool = False,
-        num_splits: int = 0,
-        num_threads: int | None = None,
-        chosen: ArrayLike | None = None,
-        chosen_run: int = 1,
-        precision: str | None = None,
-    ) -> Any:
+    def attend(self, layer: int, q: ArrayLike, **options: Unpack[AttendOptions]) -> Any:
         """Attention of the last tokens to all tokens of a layer, computed on the stored bytes. Outputs are latents.
 
         Scores are ``scale * (q . row)`` over the whole row; the output is the weighted sum of latents. With a model's
@@ -163,8 +149,8 @@ class LatentSequence:
         scale : float, optional
             Factor of the scores, ``(latent_dim + rope_dim) ** -0.5`` by default. Models are trained with the scale of
             their own heads: ``192 ** -0.5`` for DeepSeek, whose heads have 128 + 64 elements.
-        causal, softcap, return_lse, num_splits, num_threads, chosen, chosen_run, precision
-            As in `KVCache.attend`.
+        **options
+            The others are those of `KVCache.attend`.
 
         Returns
         -------
@@ -175,20 +161,7 @@ class LatentSequence:
         ------
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
-        latent, rope = self._query_parts(q)
-        options = Options(
-            out,
-            self._scale_or(scale),
-            causal,
-            softcap,
-            return_lse=return_lse,
-            num_splits=num_splits,
-            num_threads=num_threads,
-            chosen=chosen,
-            chosen_run=chosen_run,
-            precision=precision,
-        )
-        return self._storage.attend(layer, latent, None, options, rope)
+        return self._storage.attend(layer, q, options)
 
     def top_k(self, layer: int, q: ArrayLike, weights: ArrayLike, k: int, *, num_threads: int | None = None) -> NDArray[np.int64]:
         """The best positions for the last tokens by an indexer, whose keys are the rows of a layer, for the `chosen` of `attend`.
@@ -230,18 +203,7 @@ class LatentSequence:
         return self._storage.top_k(layer, q, weights, k, num_threads)
 
     def explain(
-        self,
-        layer: int,
-        q: Any = 1,
-        *,
-        num_q_heads: int = 1,
-        dtype: Any = "float32",
-        causal: bool = True,
-        num_splits: int = 0,
-        num_threads: int | None = None,
-        chosen: ArrayLike | None = None,
-        chosen_run: int = 1,
-        precision: str | None = None,
+        self, layer: int, q: Any = 1, *, num_q_heads: int | None = None, dtype: Any = "float32", **options: Unpack[AttendOptions]
     ) -> AttendPlan:
         """Plan of the `attend` call, which is not run; see `KVCache.explain`. Sizes in the plan leave out the rotary part.
 
@@ -250,22 +212,18 @@ class LatentSequence:
         layer : int
         q : array, tuple of int, or int
             The queries of `attend`, their shape (num_tokens, num_q_heads, latent_dim + rope_dim), or their number of tokens.
-        num_q_heads : int
-            Query heads, if `q` is a number of tokens.
+        num_q_heads : int, optional
+            Query heads, if `q` is a number of tokens; one by default.
         dtype : str or dtype
             dtype of the queries, if `q` is not an array.
-        causal, num_splits, num_threads, chosen, chosen_run, precision
+        **options
             As in `attend`.
 
         Returns
         -------
         AttendPlan
         """
-        shape = self._latent_shape(q, num_q_heads)
-        options = Options(
-            causal=causal, num_splits=num_splits, num_threads=num_threads, chosen=chosen, chosen_run=chosen_run, precision=precision
-        )
-        return self._storage.explain(layer, shape, None, dtype, options)
+        return self._storage.explain(layer, q, num_q_heads, dtype, options)
 
 
 def _floats(array, name):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from kvfast.attention.options import Options
 from kvfast.caches.head_vectors import tokens, vectors
 from kvfast.caches.snapshot import Snapshot
 from kvfast.codec.multi_head import MultiHeadConfig, signs_of
@@ -75,7 +74,7 @@ class _Heads:
             If the cache is empty.
         """
         q = self._queries(queries)
-        out = attend_heads(self._cache._storage, q, self._first, self._count, Options(num_threads=num_threads))
+        out = attend_heads(self._cache._storage, q, self._first, self._count, num_threads)
         return self._signed(out, q.shape[1])[0]
 
     def k(self) -> NDArray[np.float32]:

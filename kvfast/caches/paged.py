@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfast.attention.options import Options
 from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.paged_storage import PagedStorage
 from kvfast.caches.storage_properties import StorageProperties
@@ -17,8 +16,10 @@ from kvfast.storage.settings import full, ring
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Unpack
 
     from kvfast.attention.explained import AttendPlan
+    from kvfast.attention.options import AttendOptions
 
 __all__ = ["PagedKVCache"]
 
@@ -222,24 +223,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         seq_lens: ArrayLike | None = None,
         cu_seqlens_q: ArrayLike | None = None,
         cascade: bool = True,
-        out: NDArray[Any] | None = None,
-        scale: float | None = None,
-        causal: bool = True,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        num_sink_tokens: int | None = None,
-        sinks: ArrayLike | None = None,
-        alibi_slopes: ArrayLike | None = None,
-        return_lse: bool = False,
-        num_splits: int = 0,
-        num_threads: int | None = None,
-        attention_chunk_size: int | None = None,
-        spans: Any = None,
-        clamp_spans: bool = False,
-        parents: Any = None,
-        chosen: ArrayLike | None = None,
-        chosen_run: int = 1,
-        precision: str | None = None,
+        **options: Unpack[AttendOptions],
     ) -> Any:
         """Attention of a ragged batch, prompts and single tokens mixed.
 
@@ -260,8 +244,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         cascade : bool
             Read blocks that several sequences share only once (from 256 shared tokens on, and not with a sliding
             window or chunks). The result differs by rounding.
-        out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, \
-        num_threads, attention_chunk_size, clamp_spans, chosen, chosen_run, precision
+        **options
             As in `KVCache.attend`. `chosen` has the positions of all queries of `q`, each within its own sequence. In a pool with a
             window, the window and sinks of the pool are the defaults and the largest values allowed.
         spans, parents : list with one entry per sequence, optional
@@ -277,27 +260,8 @@ class PagedKVCache(PagedStorage, StorageProperties):
         ------
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
-        options = Options(
-            out,
-            scale,
-            causal,
-            softcap,
-            sliding_window,
-            num_sink_tokens,
-            sinks,
-            alibi_slopes,
-            return_lse,
-            num_splits,
-            num_threads,
-            attention_chunk_size,
-            spans,
-            clamp_spans,
-            parents,
-            chosen,
-            chosen_run,
-            precision,
-        )
-        return self._batches.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)
+        batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
+        return self._batches.attend_batch(layer, q, *batch, options, cascade)
 
     def explain_batch(
         self,
@@ -311,18 +275,7 @@ class PagedKVCache(PagedStorage, StorageProperties):
         cascade: bool = True,
         num_q_heads: int | None = None,
         dtype: Any = "float32",
-        causal: bool = True,
-        sliding_window: int | None = None,
-        num_sink_tokens: int | None = None,
-        num_splits: int = 0,
-        num_threads: int | None = None,
-        attention_chunk_size: int | None = None,
-        spans: Any = None,
-        clamp_spans: bool = False,
-        parents: Any = None,
-        chosen: ArrayLike | None = None,
-        chosen_run: int = 1,
-        precision: str | None = None,
+        **options: Unpack[AttendOptions],
     ) -> AttendPlan:
         """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
@@ -330,28 +283,12 @@ class PagedKVCache(PagedStorage, StorageProperties):
         ----------
         layer, q, num_q_heads, dtype
             As in `KVCache.explain`.
-        sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, sliding_window, num_sink_tokens, num_splits, \
-        num_threads, attention_chunk_size, spans, clamp_spans, parents, chosen, chosen_run, precision
+        sequences, block_table, seq_lens, cu_seqlens_q, cascade, **options
             As in `attend_batch`.
 
         Returns
         -------
         AttendPlan
         """
-        options = Options(
-            causal=causal,
-            sliding_window=sliding_window,
-            num_sink_tokens=num_sink_tokens,
-            num_splits=num_splits,
-            num_threads=num_threads,
-            attention_chunk_size=attention_chunk_size,
-            spans=spans,
-            clamp_spans=clamp_spans,
-            parents=parents,
-            chosen=chosen,
-            chosen_run=chosen_run,
-            precision=precision,
-        )
-        return self._batches.explain_batch(
-            layer, q, num_q_heads, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade
-        )
+        batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
+        return self._batches.explain_batch(layer, q, num_q_heads, dtype, *batch, options, cascade)

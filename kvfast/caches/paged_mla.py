@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfast.attention.options import Options
 from kvfast.caches.latent_rows import LatentRows
 from kvfast.caches.mla import LatentSequence
 from kvfast.caches.paged_sequence import PagedSequence
@@ -17,8 +16,10 @@ from kvfast.storage.settings import latent as latent_settings
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Unpack
 
     from kvfast.attention.explained import AttendPlan
+    from kvfast.attention.options import AttendOptions
 
 __all__ = ["MLASequence", "PagedMLAKVCache"]
 
@@ -131,16 +132,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         seq_lens: ArrayLike | None = None,
         cu_seqlens_q: ArrayLike | None = None,
         cascade: bool = True,
-        out: NDArray[Any] | None = None,
-        scale: float | None = None,
-        causal: bool = True,
-        softcap: float | None = None,
-        return_lse: bool = False,
-        num_splits: int = 0,
-        num_threads: int | None = None,
-        chosen: ArrayLike | None = None,
-        chosen_run: int = 1,
-        precision: str | None = None,
+        **options: Unpack[AttendOptions],
     ) -> Any:
         """Attention of a ragged batch in latents; prompts and single tokens may be mixed.
 
@@ -153,7 +145,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         sequences, block_table, seq_lens, cu_seqlens_q, cascade
             As in `PagedKVCache.attend_batch`. A multiple of 16 query heads gains nothing from shared reading, so each
             sequence is then read separately.
-        out, scale, causal, softcap, return_lse, num_splits, num_threads, chosen, chosen_run, precision
+        **options
             As in `MLAKVCache.attend`.
 
         Returns
@@ -166,22 +158,8 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         ------
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
-        latent, rope = self._query_parts(q)
-        options = Options(
-            out,
-            self._scale_or(scale),
-            causal,
-            softcap,
-            return_lse=return_lse,
-            num_splits=num_splits,
-            num_threads=num_threads,
-            chosen=chosen,
-            chosen_run=chosen_run,
-            precision=precision,
-        )
-        return self._batches.attend_batch(
-            layer, latent, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade, rope
-        )
+        batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
+        return self._batches.attend_batch(layer, q, *batch, options, cascade)
 
     def top_k_batch(
         self,
@@ -236,14 +214,9 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         seq_lens: ArrayLike | None = None,
         cu_seqlens_q: ArrayLike | None = None,
         cascade: bool = True,
-        num_q_heads: int = 1,
+        num_q_heads: int | None = None,
         dtype: Any = "float32",
-        causal: bool = True,
-        num_splits: int = 0,
-        num_threads: int | None = None,
-        chosen: ArrayLike | None = None,
-        chosen_run: int = 1,
-        precision: str | None = None,
+        **options: Unpack[AttendOptions],
     ) -> AttendPlan:
         """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
@@ -251,18 +224,12 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         ----------
         layer, q, num_q_heads, dtype
             As in `MLAKVCache.explain`.
-        sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, num_splits, num_threads, \
-        chosen, chosen_run, precision
+        sequences, block_table, seq_lens, cu_seqlens_q, cascade, **options
             As in `attend_batch`.
 
         Returns
         -------
         AttendPlan
         """
-        shape = self._latent_shape(q, num_q_heads)
-        options = Options(
-            causal=causal, num_splits=num_splits, num_threads=num_threads, chosen=chosen, chosen_run=chosen_run, precision=precision
-        )
-        return self._batches.explain_batch(
-            layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade
-        )
+        batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
+        return self._batches.explain_batch(layer, q, num_q_heads, dtype, *batch, options, cascade)

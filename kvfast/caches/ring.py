@@ -13,6 +13,7 @@ from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
+from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_array
 from kvfast.core.text import same_or_tuple, size_text
 from kvfast.storage.kinds import ROLLBACK, storage_of
@@ -127,22 +128,23 @@ class RingKVCache(SequenceCache, Splicing, States, StoredSequence, StorageProper
 
     def _rotated(self, layer, q, options):
         if self._rope is None:
-            return q, None
-        if options.attention_chunk_size:
+            return q, None, -1
+        if options.get("attention_chunk_size") is not None:
             raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
-        if options.parents is not None:
+        if options.get("parents") is not None:
             raise ValueError("parents must be None in a ring with a rope, which has rotated each draft for its row")
         n, length = _num_tokens(q), self.layer_length(layer)
-        options.made_for = length
         first = max(0, length - n)
         at_window = rotated(q, *self._rope(first, n), self._interleaved)
-        window, num_sink_tokens = options.window_or(self._settings["windows"][layer]), options.sinks_or(self.num_sink_tokens)
-        if options.spans is not None and window is not None and not options.clamp_spans:
-            _check_spans(options.spans, window)
+        window, num_sink_tokens = options.get("sliding_window"), options.get("num_sink_tokens")
+        window = self._settings["windows"][layer] if window is None else check_size(window, "sliding_window", 1)
+        num_sink_tokens = self.num_sink_tokens if num_sink_tokens is None else check_size(num_sink_tokens, "num_sink_tokens", 0)
+        if options.get("spans") is not None and window is not None and not options.get("clamp_spans"):
+            _check_spans(options["spans"], window)
         if window is None or not num_sink_tokens or length <= window:
-            return at_window, None
+            return at_window, None, length
         # The last position in a cache that holds the sinks and the window up to the query.
-        return at_window, rotated(q, *self._rope(first, n, num_sink_tokens + window - 1), self._interleaved)
+        return at_window, rotated(q, *self._rope(first, n, num_sink_tokens + window - 1), self._interleaved), length
 
     @property
     def _unmovable(self):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfast.attention.options import Options
 from kvfast.codec.projection import Transform
 from kvfast.storage.kinds import keys_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Unpack
 
     from kvfast.attention.explained import AttendPlan
+    from kvfast.attention.options import AttendOptions
 
 
 class SequenceCache:
@@ -26,8 +27,8 @@ class SequenceCache:
         """The Transform of the new keys of `array`, or None to store them as they are."""
 
     def _rotated(self, layer, q, options):
-        """Queries for the window, and queries for the sinks, or None if they are the same."""
-        return q, None
+        """Queries for the window, queries for the sinks, or None if they are the same, and the layer length that they were made for."""
+        return q, None, -1
 
     def append(self, layer: int, k: ArrayLike, v: ArrayLike) -> None:
         """Append the keys and values of one or more tokens to a layer.
@@ -106,30 +107,7 @@ class SequenceCache:
             raise ValueError("a ring with a rope rotates queries and keys itself: leave out cos, sin and interleaved")
         return self._storage.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
 
-    def attend(
-        self,
-        layer: int,
-        q: ArrayLike,
-        *,
-        out: NDArray[Any] | None = None,
-        scale: float | None = None,
-        causal: bool = True,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        num_sink_tokens: int | None = None,
-        sinks: ArrayLike | None = None,
-        alibi_slopes: ArrayLike | None = None,
-        return_lse: bool = False,
-        num_splits: int = 0,
-        num_threads: int | None = None,
-        attention_chunk_size: int | None = None,
-        spans: ArrayLike | None = None,
-        clamp_spans: bool = False,
-        parents: ArrayLike | None = None,
-        chosen: ArrayLike | None = None,
-        chosen_run: int = 1,
-        precision: str | None = None,
-    ) -> Any:
+    def attend(self, layer: int, q: ArrayLike, **options: Unpack[AttendOptions]) -> Any:
         """Attention of the last tokens to all tokens of a layer, computed on the stored bytes.
 
         Parameters
@@ -194,47 +172,11 @@ class SequenceCache:
         ------
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
-        options = Options(
-            out,
-            scale,
-            causal,
-            softcap,
-            sliding_window,
-            num_sink_tokens,
-            sinks,
-            alibi_slopes,
-            return_lse,
-            num_splits,
-            num_threads,
-            attention_chunk_size,
-            spans,
-            clamp_spans,
-            parents,
-            chosen,
-            chosen_run,
-            precision,
-        )
-        return self._storage.attend(layer, *self._rotated(layer, q, options), options)
+        q, sink_q, made_for = self._rotated(layer, q, options)
+        return self._storage.attend(layer, q, options, sink_q, made_for)
 
     def explain(
-        self,
-        layer: int,
-        q: Any = 1,
-        *,
-        num_q_heads: int | None = None,
-        dtype: Any = "float32",
-        causal: bool = True,
-        sliding_window: int | None = None,
-        num_sink_tokens: int | None = None,
-        num_splits: int = 0,
-        num_threads: int | None = None,
-        attention_chunk_size: int | None = None,
-        spans: ArrayLike | None = None,
-        clamp_spans: bool = False,
-        parents: ArrayLike | None = None,
-        chosen: ArrayLike | None = None,
-        chosen_run: int = 1,
-        precision: str | None = None,
+        self, layer: int, q: Any = 1, *, num_q_heads: int | None = None, dtype: Any = "float32", **options: Unpack[AttendOptions]
     ) -> AttendPlan:
         """Plan of the `attend` call without running it: kernels, tasks, threads, bytes to read, and slow paths.
 
@@ -247,8 +189,7 @@ class SequenceCache:
             Query heads, if `q` is a number of tokens; one for each KV head by default.
         dtype : str or dtype
             dtype of the queries, if `q` is not an array.
-        causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size, spans, clamp_spans, parents, \
-        chosen, chosen_run, precision
+        **options
             As in `attend`.
 
         Returns
@@ -270,20 +211,6 @@ class SequenceCache:
         >>> plan.kernels, plan.num_tasks, plan.bytes_read
         (('scores_int8', 'accumulate_int8'), 8, 8650752)
         """
-        options = Options(
-            causal=causal,
-            sliding_window=sliding_window,
-            num_sink_tokens=num_sink_tokens,
-            num_splits=num_splits,
-            num_threads=num_threads,
-            attention_chunk_size=attention_chunk_size,
-            spans=spans,
-            clamp_spans=clamp_spans,
-            parents=parents,
-            chosen=chosen,
-            chosen_run=chosen_run,
-            precision=precision,
-        )
         return self._storage.explain(layer, q, num_q_heads, dtype, options)
 
     def k(self, layer: int) -> NDArray[np.float32]:

@@ -154,7 +154,7 @@ cdef class ArenaView:
 cdef Arena arena_over(object memory)
 cdef Arena arena_at(object owner, char *data, Py_ssize_t nbytes)
 cdef ArenaView view_of(Arena arena)
-cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
+cdef void init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) noexcept nogil
 cdef int init_sides(kv_layout *layout, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1
 cdef int init_rows(kv_layout *layout, kv_slab *slab, Py_ssize_t num_kv_heads, int k_dtype, Py_ssize_t head_dim, int v_dtype,
                    Py_ssize_t v_head_dim) except -1

@@ -62,7 +62,7 @@ cdef int _TILE_SHIFT = <int>((<object>KV_TILE).bit_length() - 1)
 BLOCK_ALIGNMENT = 64  # bytes: kernels load whole cache lines
 
 
-cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=False, bint channels=False) except -1:
+cdef void init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=False, bint channels=False) noexcept nogil:
     """A side of blocks. With `means` or `channels`, a block has statistics; see ``simd/kernels.h``."""
     cdef Py_ssize_t elements, statistics
     cdef const kv_dtype *known = kv_dtypes + dtype
@@ -86,10 +86,9 @@ cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint 
         if channels:
             side.channels = side.bytes
             side.bytes += statistics
-    return 0
 
 
-cdef Py_ssize_t _whole_lines(Py_ssize_t nbytes) noexcept:
+cdef Py_ssize_t _whole_lines(Py_ssize_t nbytes) noexcept nogil:
     return (nbytes + 63) // 64 * 64
 
 

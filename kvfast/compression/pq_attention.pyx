@@ -5,12 +5,11 @@ import numpy as np
 from libc.stdint cimport uint8_t, uint16_t
 from libc.string cimport memset
 
-from kvfast.attention.options cimport Options
-from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, open_request
-from kvfast.attention.run cimport run_plan
+from kvfast.attention.run cimport answer
+from kvfast.attention.sight cimport kv_member
 from kvfast.attention.workspace cimport Workspace
-from kvfast.codec.blocks cimport init_rows, kv_slab, kv_context, kv_layout
+from kvfast.codec.blocks cimport init_rows, kv_layout, kv_slab
 from kvfast.core.kernels cimport KV_FLOAT16, active, kv_codes, kv_kernels, kv_prefetch, kv_side
 
 
@@ -105,21 +104,15 @@ def attend(q, const Py_ssize_t[::1] visible, PQCodes keys, PQCodes values, doubl
     """
     cdef kv_layout layout
     cdef kv_slab slab
-    cdef kv_context context
-    cdef Plan plan
+    cdef kv_member member
     cdef Request request
-    cdef Py_ssize_t i
-    memset(&context, 0, sizeof(context))
+    memset(&member, 0, sizeof(member))
     init_rows(&layout, &slab, keys._codes.shape[0], KV_FLOAT16, keys.dim, KV_FLOAT16, values.dim)
     layout.decode, layout.k_codes, layout.v_codes = _decode, &keys.c, &values.c
     # Attention prefetches the block that it reads next, where other layouts have one.
     layout.base = <char *>keys.c.codes.data
     slab.k_head_stride = slab.v_head_stride = keys.c.head_bytes
-    context.length = keys._codes.shape[1]
-    request = open_request(&layout, q, Options(scale=scale, causal=False, return_lse=True, num_threads=num_threads))
-    plan = open_plan(request, &layout, Workspace(), 1)
-    plan.ask(context.length, 0, visible.shape[0])
-    for i in range(visible.shape[0]):
-        plan.call.queries[i].stop = visible[i]
-    plan.add(&context, 0, visible.shape[0], 0, 0)
-    return run_plan(request, plan)
+    member.context.length = member.length = keys._codes.shape[1]
+    member.num_queries, member.stops, member.is_foreign = visible.shape[0], &visible[0], True
+    request = open_request(&layout, q, {"scale": scale, "causal": False, "return_lse": True, "num_threads": num_threads})
+    return answer(request, &layout, Workspace(), &member, 1)

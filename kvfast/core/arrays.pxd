@@ -33,7 +33,7 @@ cdef inline Py_ssize_t width_of(const kv_rows *rows) noexcept nogil:
 
 cdef bint rows_overlap(const kv_rows *rows) noexcept nogil
 cdef int dtype_of(object array) except -1
-cdef Rows open_rows(object array, str name, bint writable=*)
+cdef Rows open_rows(object array, str name, bint writable=*, Py_ssize_t most=*)
 cdef Rows open_output(object array, str name)
 cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index, kv_watch *watch,
                                 const int64_t *slots=*) noexcept nogil

@@ -88,8 +88,9 @@ cdef Rows open_output(object array, str name):
     return self
 
 
-cdef Rows open_rows(object array, str name, bint writable=False):
-    """Open `array` of shape (tokens, heads, dim). Rows that are not contiguous are copied; `Rows` are returned as they are."""
+cdef Rows open_rows(object array, str name, bint writable=False, Py_ssize_t most=KV_MAX_HEAD_DIM):
+    """Open `array` of shape (tokens, heads, dim), `most` dims at most. Rows that are not contiguous are copied; `Rows` are returned as
+    they are."""
     if type(array) is Rows:
         return array
     cdef Rows self = Rows.__new__(Rows)
@@ -115,7 +116,7 @@ cdef Rows open_rows(object array, str name, bint writable=False):
             raise ValueError(f"{name} must be aligned and its last axis contiguous, got strides {array.strides}")
         if _LOGS:
             slow_paths.log_gathered(name)
-        return open_rows(np.array(array, order="C"), name)
+        return open_rows(np.array(array, order="C"), name, False, most)
     self.rows.data = <char *>self.buffer.buf
     self.rows.tokens = self.buffer.shape[0]
     self.rows.heads = self.buffer.shape[1]
@@ -125,8 +126,8 @@ cdef Rows open_rows(object array, str name, bint writable=False):
     if self.rows.tokens == 0 or self.rows.heads == 0 or self.rows.dim == 0:
         raise DimensionMismatchError(f"{name} must hold at least one token, head and dimension, "
                                      f"got shape {array.shape}")
-    if self.rows.dim > KV_MAX_HEAD_DIM:
-        raise DimensionMismatchError(f"head_dim of {name} must be at most {KV_MAX_HEAD_DIM}, "
+    if self.rows.dim > most:
+        raise DimensionMismatchError(f"head_dim of {name} must be at most {most}, "
                                      f"got shape {array.shape}")
     if writable and rows_overlap(&self.rows):
         raise ValueError(f"the rows of {name} must not overlap each other, got shape {array.shape} with strides {array.strides}")

@@ -18,5 +18,4 @@ cdef void gather_unwatched(kv_team *team, int num_threads, double work) noexcept
 cdef int for_each(kv_team *team, kv_do_task do_task, void *call, Py_ssize_t num_tasks, kv_schedule schedule) except -1
 cdef int run_each(kv_team *team, kv_do_task do_task, void *call, Py_ssize_t num_tasks, kv_schedule schedule) noexcept nogil
 cdef double work_of_attention(double nbytes) noexcept nogil
-cdef int threads_for(object num_threads, double work) except -1
 cdef int most_threads(int num_threads) noexcept nogil

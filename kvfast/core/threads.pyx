@@ -228,11 +228,6 @@ def lost_threads(num_threads, double work):
     return max(1, min(wanted, int(work / _WORK_PER_THREAD)))
 
 
-cdef int threads_for(object num_threads, double work) except -1:
-    """Number of threads that `gather` will choose."""
-    return _count(_given(num_threads), work)
-
-
 cdef int most_threads(int num_threads) noexcept nogil:
     """Number of threads that `gather` will choose at most. `num_threads` was checked, or is 0 for the default."""
     return _count(num_threads, 1e300)

@@ -1,26 +1,27 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""A `kvfast_cache`: one cache or sequence. The methods ``quick_*`` do without the interpreter what needs no memory and no block; where
-they return False, errors included, the method of Python does all of it."""
+"""A `kvfast_cache`: one cache or sequence. What needs no memory and no block does without the interpreter."""
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 
-from kvfast.attention.request cimport FITS, has_finite_queries, kv_request, misfit
-from kvfast.attention.run cimport LOGS
-from kvfast.codec.blocks cimport kv_context, kv_layout
+from kvfast.attention.sight cimport kv_member
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.codec.encode cimport WRITTEN, encode_rows, work_of
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.threads cimport gather_unwatched, kv_team
-from kvfast.handles.arguments cimport convert_output, ids_of, integers, request_of
-from kvfast.handles.handle cimport Handle, copy_lse, have_shape_of, next_slots
+from kvfast.handles.arguments cimport ids_of
+from kvfast.handles.handle cimport Handle, add_tokens, kv_c_call, next_slots
 from kvfast.handles.header cimport KVFAST_OK, kvfast_cache, kvfast_options, kvfast_rows, kvfast_snapshot
+from kvfast.storage.sequences.segments cimport close_members
+from kvfast.storage.sequences.sequence cimport describe, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import StoredSequence, storage_in
 
 cdef enum:
-    QUICK_TOKENS = 64      # the most tokens that are appended without the interpreter, which looks for Ctrl-C
+    FEW_TOKENS = 64        # the most tokens that are appended without the interpreter, which looks for Ctrl-C
 
 
 cdef class CacheHandle(Handle):
@@ -37,116 +38,119 @@ cdef class CacheHandle(Handle):
             raise MemoryError("cannot allocate the layers of a cache")
         for i, (table, layer) in enumerate(self.storage.layer_tables):
             self.tables[i], self.layers[i] = <void *>table, layer
-        self.over((<BlockTable>self.tables[0]).pool)
+        self.pool = (<BlockTable>self.tables[0]).pool
 
     def __dealloc__(self):
         free(self.tables)
         free(self.layers)
 
-    cdef bint is_plain(self) noexcept nogil:
-        """Whether the tokens are those of the tables alone: of a sequence that was neither freed nor spliced."""
-        return not (<BlockTable>self.tables[0]).closed and self.storage.segments is None
+    cdef bint is_closed(self) noexcept nogil:
+        """Whether the sequence was freed."""
+        return (<BlockTable>self.tables[0]).closed
 
     cdef bint has(self, int layer) noexcept nogil:
         return 0 <= layer < self.storage.num_layers
 
     cdef Py_ssize_t length(self) noexcept nogil:
-        if (<BlockTable>self.tables[0]).closed:
-            return self.python_layer_length(0)
-        return (<BlockTable>self.tables[0]).length + self.storage.base
+        return self.freed() if self.is_closed() else (<BlockTable>self.tables[0]).length + self.storage.base
 
     cdef Py_ssize_t layer_length(self, int layer) noexcept nogil:
-        if not self.has(layer) or (<BlockTable>self.tables[0]).closed:
-            return self.python_layer_length(layer)
+        if self.is_closed() or not self.has(layer):
+            return self.freed() if self.is_closed() else self.no_layer(layer, self.storage.num_layers)
         return (<BlockTable>self.tables[layer]).lengths[self.layers[layer]] + self.storage.base
 
-    cdef Py_ssize_t python_layer_length(self, int layer) noexcept with gil:
-        try:
-            if (<BlockTable>self.tables[0]).closed:
-                raise ValueError("this sequence has been freed: its handle can only be closed")
-            return self.storage.layer_length(layer)
-        except BaseException as error:
-            return self.failed(error)
+    cdef int freed(self) noexcept with gil:
+        return self.failed(ValueError("this sequence has been freed: its handle can only be closed"))
 
     cdef int append(self, int layer, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
-        cdef kv_rows keys, values
         cdef bint done = False
-        if self.has(layer) and self.split_pair(k, v, &keys, &values) and self.try_enter():
-            done = self.is_plain() and self.quick_append(<BlockTable>self.tables[layer], self.layers[layer], &keys, &values)
+        if self.has(layer) and self.try_enter():
+            done = not self.is_closed() and self.append_in_place(<BlockTable>self.tables[layer], self.layers[layer], k, v)
             self.leave()
-        return KVFAST_OK if done else self.python_append(layer, k, v)
+        return KVFAST_OK if done else self.append_blocks(layer, k, v)
 
-    cdef bint quick_append(self, BlockTable table, Py_ssize_t layer, const kv_rows *k, const kv_rows *v) noexcept nogil:
-        cdef int64_t slots[QUICK_TOKENS]
-        cdef const kv_layout *layout = table.pool.layouts + layer
-        cdef Py_ssize_t n = k.tokens
-        cdef kv_team team
-        if (n > QUICK_TOKENS or self.storage.most >= 0 and table.lengths[layer] + n > self.storage.most
-                or not have_shape_of(layout, k, v) or not next_slots(table, layer, n, slots)):
-            return False
-        # If a value cannot be stored, the rows written so far follow the last token, where they are never read.
-        gather_unwatched(&team, 0, work_of(k))
-        if encode_rows(layout, k, v, NULL, slots, True, False, &team) != WRITTEN:
-            return False
-        table.lengths[layer] += n
-        return True
-
-    cdef int python_append(self, int layer, const kvfast_rows *k, const kvfast_rows *v) noexcept with gil:
+    cdef int append_blocks(self, int layer, const kvfast_rows *k, const kvfast_rows *v) noexcept with gil:
+        """Append tokens, and take blocks for them; or tell what is wrong."""
         try:
-            keys, values = self.open_pair(k, v)
+            keys, values = self.open_pair(self.pool.layouts, k, v)
             self.storage.append(layer, keys, values)
             return KVFAST_OK
         except BaseException as error:
             return self.failed(error)
 
-    cdef int attend(self, int layer, const kvfast_rows *q, const kvfast_options *options, const kvfast_rows *out) noexcept nogil:
-        cdef kv_rows queries, rope, target
-        cdef bint done = False
-        if self.has(layer) and self.split(q, &queries, &rope) and convert_output(out, &target) and self.try_enter_reading():
-            done = self.is_plain() and self.quick_attend(<BlockTable>self.tables[layer], self.layers[layer], &queries, &rope, options,
-                                                         &target)
-            self.leave_reading()
-        return KVFAST_OK if done else self.python_attend(layer, q, options, out)
-
-    cdef bint quick_attend(self, BlockTable table, Py_ssize_t layer, const kv_rows *q, const kv_rows *rope_q,
-                           const kvfast_options *options, const kv_rows *out) noexcept nogil:
+    cdef bint append_in_place(self, BlockTable table, Py_ssize_t layer, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
+        """Append tokens that need no memory; False for others, and for what Python refuses."""
+        cdef int64_t slots[FEW_TOKENS]
         cdef const kv_layout *layout = table.pool.layouts + layer
-        cdef kv_context context
-        cdef kv_request request
-        table.context(layer, &context)
-        if LOGS or q.tokens > context.length or not request_of(options, q, rope_q, out, self.storage.reads_as, &request):
+        cdef kv_rows keys, values
+        cdef kv_team team
+        if not self.split_pair(layout, k, v, &keys, &values) or keys.tokens > FEW_TOKENS:
             return False
-        if misfit(&request, layout) != FITS or not has_finite_queries(&request):
+        if self.storage.most >= 0 and table.lengths[layer] + self.storage.base + keys.tokens > self.storage.most:
             return False
-        if not table.limit(&request.window, &request.num_sink_tokens) or not self.plan.begin(&request, layout, 1):
+        # If a value cannot be stored, the rows written so far follow the last token, where they are never read.
+        gather_unwatched(&team, 0, work_of(&keys))
+        if (not next_slots(table, layer, keys.tokens, slots)
+                or encode_rows(layout, &keys, &values, NULL, slots, True, False, &team) != WRITTEN):
             return False
-        self.plan.ask(context.length, 0, q.tokens)
-        if not table.holds(self.plan.call.queries[0].start):
-            return False
-        self.plan.add(&context, 0, q.tokens, 0, 0)
-        return self.run(options.num_threads)
+        add_tokens(table, layer, keys.tokens)
+        return True
 
-    cdef int python_attend(self, int layer, const kvfast_rows *q, const kvfast_options *options,
-                           const kvfast_rows *out) noexcept with gil:
+    cdef int attend(self, int layer, const kvfast_rows *q, const kvfast_options *options, const kvfast_rows *out) noexcept nogil:
+        cdef kv_c_call call
+        cdef kv_member member
+        cdef int code
+        if not self.has(layer):
+            return self.no_layer(layer, self.storage.num_layers)
+        call.layer, call.q, call.options, call.out = layer, q, options, out
+        code = self.enter_reading()
+        if code == KVFAST_OK:
+            memset(&member, 0, sizeof(member))
+            code = self.read_layer(&call, <BlockTable>self.tables[layer], self.layers[layer], &member)
+            close_members(&member, 1)
+            self.leave_reading()
+        return code
+
+    cdef int read_layer(self, kv_c_call *call, BlockTable table, Py_ssize_t layer, kv_member *member) noexcept nogil:
+        cdef const kv_layout *layout = table.pool.layouts + layer
+        cdef int code = self.freed() if self.is_closed() else self.open_call(call, layout, self.storage.reads_as)
+        if code == KVFAST_OK and not fit_window(table, &call.request, &call.refusal):
+            code = self.refused(call)
+        if code != KVFAST_OK:
+            return code
+        describe(table, layer, member)
+        if self.storage.segments is not None:
+            code = self.describe_segments(table, layer, call.layer, member)
+            if code != KVFAST_OK:
+                return code
+        member.num_queries = call.request.q.tokens
+        return self.answer(call, layout, member, 1, NULL, 0)
+
+    cdef int describe_segments(self, BlockTable table, Py_ssize_t layer, Py_ssize_t index, kv_member *member) noexcept with gil:
         try:
-            queries, rope, settings = self.open_call(q, options, out, integers(options.spans, options.num_spans, 2, "spans"),
-                                                     integers(options.parents, options.num_parents, 1, "parents"))
-            copy_lse(self.storage.attend(layer, queries, None, settings, rope), options.lse)
+            self.storage.fill(table, layer, index, member)
             return KVFAST_OK
         except BaseException as error:
             return self.failed(error)
 
     cdef int advance(self, Py_ssize_t n) noexcept nogil:
         cdef bint done = False
-        if self.try_enter():
-            done = self.is_plain() and self.quick_advance(n)
+        if n > 0 and not self.is_paged and self.try_enter():
+            done = self.count_tokens(n)
             self.leave()
-        return KVFAST_OK if done else self.python_advance(n)
+        return KVFAST_OK if done else self.seal_tokens(n)
 
-    cdef bint quick_advance(self, Py_ssize_t n) noexcept nogil:
+    cdef int seal_tokens(self, Py_ssize_t n) noexcept with gil:
+        """Count tokens, and seal or release blocks; or tell what is wrong."""
+        try:
+            self.cache.advance(n)
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef bint count_tokens(self, Py_ssize_t n) noexcept nogil:
+        """Count tokens where that seals and releases nothing; False for others, and for what Python refuses."""
         cdef Py_ssize_t i, length = (<BlockTable>self.tables[0]).length
-        if n < 1 or self.is_paged:
-            return False
         for i in range(self.storage.num_layers):
             if (<BlockTable>self.tables[i]).lengths[self.layers[i]] != length + n or not (<BlockTable>self.tables[i]).just_counts(n):
                 return False
@@ -154,13 +158,6 @@ cdef class CacheHandle(Handle):
             if (<BlockTable>self.tables[i]).length == length:  # not yet, for another layer of the table
                 (<BlockTable>self.tables[i]).count_tokens(n)
         return True
-
-    cdef int python_advance(self, Py_ssize_t n) noexcept with gil:
-        try:
-            self.cache.advance(n)
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
 
     cdef int advance_ids(self, const int64_t *token_ids, Py_ssize_t n) noexcept with gil:
         try:

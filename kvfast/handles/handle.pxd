@@ -1,10 +1,14 @@
 """What a `kvfast_cache` and a `kvfast_pool` share."""
 from libc.stdint cimport int64_t
 
-from kvfast.attention.plan cimport Plan
+from kvfast.attention.options cimport kvfast_options
+from kvfast.attention.plan cimport kv_plan, kv_prefix
+from kvfast.attention.refusals cimport kv_refusal
+from kvfast.attention.request cimport kv_request
+from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_layout
 from kvfast.core.arrays cimport kv_rows
-from kvfast.handles.header cimport kvfast_options, kvfast_rows
+from kvfast.handles.header cimport kvfast_rows
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.tables.block_table cimport BlockTable
 
@@ -12,29 +16,36 @@ cdef enum:
     MOST_TEXT = 512            # bytes of an error text
 
 
+# A call of `attend` from C.
+ctypedef struct kv_c_call:
+    int layer
+    const kvfast_rows *q
+    const kvfast_options *options
+    const kvfast_rows *out
+    kv_request request
+    kv_refusal refusal
+
+
 cdef class Handle:
     cdef BlockPool pool        # the one that guards all others of a cache
-    cdef bint latent
-    cdef Plan plan             # used by one thread at a time, between `try_enter_reading` and `leave_reading`
-    cdef int busy              # whether a thread is there
     cdef char text[MOST_TEXT]
 
-    cdef int over(self, BlockPool pool) except -1
-    cdef bint is_quiet(self) noexcept nogil
     cdef bint try_enter(self) noexcept nogil
     cdef void leave(self) noexcept nogil
-    cdef bint try_enter_reading(self) noexcept nogil
+    cdef int enter_reading(self) noexcept nogil
+    cdef int tidy_and_read(self) noexcept with gil
     cdef void leave_reading(self) noexcept nogil
-    cdef bint split(self, const kvfast_rows *given, kv_rows *rows, kv_rows *rope) noexcept nogil
-    cdef bint split_pair(self, const kvfast_rows *k, const kvfast_rows *v, kv_rows *keys, kv_rows *values) noexcept nogil
-    cdef bint run(self, int num_threads) noexcept nogil
-    cdef tuple open_rows(self, const kvfast_rows *given, str name)
-    cdef tuple open_pair(self, const kvfast_rows *k, const kvfast_rows *v)
-    cdef tuple open_call(self, const kvfast_rows *q, const kvfast_options *options, const kvfast_rows *out, list spans, list parents)
+    cdef bint split_pair(self, const kv_layout *layout, const kvfast_rows *k, const kvfast_rows *v, kv_rows *keys,
+                         kv_rows *values) noexcept nogil
+    cdef tuple open_pair(self, const kv_layout *layout, const kvfast_rows *k, const kvfast_rows *v)
+    cdef int open_call(self, kv_c_call *call, const kv_layout *layout, int precision) noexcept nogil
+    cdef int answer(self, kv_c_call *call, const kv_layout *layout, kv_member *members, Py_ssize_t count, const kv_prefix *prefixes,
+                    Py_ssize_t num_prefixes) noexcept nogil
+    cdef int end(self, kv_plan *plan) noexcept with gil
+    cdef int refused(self, const kv_c_call *call) noexcept with gil
+    cdef int no_layer(self, int layer, Py_ssize_t num_layers) noexcept with gil
     cdef int failed(self, object error) noexcept
 
 
-cdef int copy_lse(object result, float *lse) except -1
-cdef bint have_shape_of(const kv_layout *layout, const kv_rows *k, const kv_rows *v) noexcept nogil
 cdef bint next_slots(BlockTable table, Py_ssize_t layer, Py_ssize_t n, int64_t *slots) noexcept nogil
 cdef void add_tokens(BlockTable table, Py_ssize_t layer, Py_ssize_t n) noexcept nogil

@@ -1,6 +1,8 @@
 """The types of ``kvfast.h``, which documents them."""
 from libc.stdint cimport int32_t, int64_t
 
+from kvfast.attention.options cimport kvfast_options
+
 
 cdef extern from "kvfast.h" nogil:
     int KVFAST_ABI, KVFAST_API
@@ -18,10 +20,6 @@ cdef extern from "kvfast.h" nogil:
         KVFAST_FLOAT32
         KVFAST_FLOAT16
         KVFAST_BFLOAT16
-    enum:
-        KVFAST_EXACT
-        KVFAST_FAST
-
     ctypedef struct kvfast_cache:
         pass
 
@@ -39,29 +37,6 @@ cdef extern from "kvfast.h" nogil:
         Py_ssize_t token_stride
         Py_ssize_t head_stride
         int dtype
-
-    ctypedef struct kvfast_options:
-        float scale
-        float softcap
-        Py_ssize_t sliding_window
-        Py_ssize_t num_sink_tokens
-        const float *sinks
-        const float *alibi_slopes
-        float *lse
-        int not_causal
-        int num_splits
-        int num_threads
-        Py_ssize_t attention_chunk_size
-        const Py_ssize_t *spans
-        Py_ssize_t num_spans
-        int clamp_spans
-        const Py_ssize_t *parents
-        Py_ssize_t num_parents
-        const int64_t *chosen
-        Py_ssize_t num_chosen
-        int chosen_heads
-        int chosen_run
-        int precision
 
     ctypedef struct kvfast_batch:
         kvfast_cache **sequences

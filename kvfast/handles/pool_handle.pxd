@@ -1,12 +1,25 @@
 """A `kvfast_pool`."""
 from libc.stdint cimport int64_t
 
+from kvfast.attention.sight cimport kv_member
 from kvfast.core.arrays cimport kv_rows
-from kvfast.handles.handle cimport Handle
+from kvfast.handles.handle cimport Handle, kv_c_call
 from kvfast.handles.header cimport kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
 from kvfast.storage.batches.batch cimport PagedBatches
-from kvfast.storage.batches.cascade cimport kv_member
-from kvfast.storage.tables.block_table cimport BlockTable
+from kvfast.storage.batches.cascade cimport kv_prefixes
+
+
+# Why a batch is refused.
+cdef enum kv_batch_code:
+    GOOD
+    NO_SEQUENCES
+    NUM_SEQUENCES
+    NULL_SEQUENCE
+    OTHER_POOL
+    FREED
+    TWICE
+    NO_TABLES
+    STARTS
 
 
 cdef class PoolHandle(Handle):
@@ -21,18 +34,15 @@ cdef class PoolHandle(Handle):
     cdef int append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil
     cdef int attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
                     const kvfast_rows *out) noexcept nogil
-    cdef bint try_append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil
-    cdef bint try_attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
-                         const kvfast_rows *out) noexcept nogil
     cdef int advance(self, const kvfast_batch *batch, const int64_t *token_ids) noexcept with gil
-    cdef bint fits(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct) noexcept nogil
-    cdef list checked(self, const kvfast_batch *batch, Py_ssize_t num_tokens, str rows, bint distinct)
-    cdef bint quick_append(self, Py_ssize_t layer, const kvfast_batch *batch, const kv_rows *k, const kv_rows *v) noexcept nogil
-    cdef bint quick_write(self, Py_ssize_t layer, const int64_t *slots, const kv_rows *k, const kv_rows *v) noexcept nogil
-    cdef bint quick_attend(self, Py_ssize_t layer, const kvfast_batch *batch, const kv_rows *q, const kv_rows *rope_q,
-                           const kvfast_options *options, const kv_rows *out) noexcept nogil
-    cdef int python_append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept with gil
-    cdef int python_attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
-                           const kvfast_rows *out) noexcept with gil
-    cdef bint _ask(self, BlockTable table, Py_ssize_t layer, kv_member *member) noexcept nogil
-    cdef bint _ask_table(self, const kvfast_batch *batch, Py_ssize_t i, kv_member *member) noexcept nogil
+    cdef kv_batch_code code_of(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct, Py_ssize_t *at) noexcept nogil
+    cdef int check(self, const kvfast_batch *batch, Py_ssize_t num_tokens, str rows, bint distinct) except -1
+    cdef bint append_in_place(self, Py_ssize_t layer, const kvfast_batch *batch, const kv_rows *k, const kv_rows *v) noexcept nogil
+    cdef bint write_in_place(self, Py_ssize_t layer, const int64_t *slots, const kv_rows *k, const kv_rows *v) noexcept nogil
+    cdef int append_blocks(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept with gil
+    cdef int describe_batch(self, kv_c_call *call, const kvfast_batch *batch, kv_member **members, void **keepalive) noexcept nogil
+    cdef int describe_others(self, kv_c_call *call, const kvfast_batch *batch, kv_member *members, void **keepalive) noexcept with gil
+    cdef int wrong_batch(self, const kvfast_batch *batch, Py_ssize_t num_tokens) noexcept with gil
+    cdef int share(self, const kv_member *members, Py_ssize_t count, kv_prefixes *prefixes) noexcept with gil
+    cdef bint describe_row(self, const kvfast_batch *batch, Py_ssize_t i, kv_member *member) noexcept nogil
+    cdef int read_batch(self, kv_c_call *call, const kvfast_batch *batch, kv_member *members) noexcept nogil

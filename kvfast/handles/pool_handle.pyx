@@ -1,25 +1,27 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""A `kvfast_pool`: batches over the sequences of a pool. As in `cache_handle`, the methods ``quick_*`` do without the interpreter."""
+"""A `kvfast_pool`: batches over the sequences of a pool. As in `cache_handle`, what needs no memory does without the interpreter."""
 import numpy as np
 
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int32_t, int64_t
-from libc.string cimport memcpy, memset
+from libc.stdlib cimport calloc, free, malloc, qsort
+from libc.string cimport memcpy
 
-from kvfast.attention.request cimport FITS, has_finite_queries, kv_request, misfit
-from kvfast.attention.run cimport LOGS
-from kvfast.attention.spans cimport floats_from
-from kvfast.attention.workspace cimport MEMBERS
+from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_layout
 from kvfast.codec.encode cimport WRITTEN, check_rows, check_storable, encode_rows, work_of
 from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.checks cimport check_layer
 from kvfast.core.threads cimport gather_unwatched, kv_team
-from kvfast.handles.arguments cimport convert_output, divided, ids_of, integers, request_of
+from kvfast.handles.arguments cimport ids_of
 from kvfast.handles.cache_handle cimport CacheHandle, pointer_to
-from kvfast.handles.handle cimport Handle, add_tokens, copy_lse, have_shape_of, next_slots
+from kvfast.handles.handle cimport Handle, add_tokens, kv_c_call, next_slots
 from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
-from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, share_nothing
+from kvfast.storage.batches.cascade cimport (find_prefixes, free_prefixes, gains_nothing, kv_prefixes, set_shareable, share_nothing)
+from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.memory.buffer_layers cimport clean_slots
+from kvfast.storage.sequences.segments cimport close_members
+from kvfast.storage.sequences.sequence cimport describe, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 
@@ -29,9 +31,9 @@ from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError
 
 cdef enum:
-    QUICK_TOKENS = 512     # as in `cache_handle`
-    QUICK_SEQUENCES = 512  # the most that are compared with each other
-    QUICK_SLOTS = 64       # likewise
+    FEW_TOKENS = 512       # as in `cache_handle`
+    FEW_SLOTS = 64         # the most that are compared with each other
+    FEW_SEQUENCES = 64     # likewise
 
 
 cdef inline Py_ssize_t _start(const kvfast_batch *batch, Py_ssize_t i) noexcept nogil:
@@ -44,7 +46,7 @@ cdef class PoolHandle(Handle):
         if not isinstance(pool, PagedStorage):
             raise TypeError(f"pool must be a PagedKVCache or PagedMLAKVCache, got {type(pool).__name__}: open() is for other caches")
         self.cache, self.batches = pool, batches_in(pool)
-        self.over(self.batches.pool)
+        self.pool = self.batches.pool
         self.plain_tables = self.pool.floats is None and not isinstance(self.batches.kind, RingTable)
 
     cdef int new_sequence(self, kvfast_cache **sequence) noexcept with gil:
@@ -77,14 +79,14 @@ cdef class PoolHandle(Handle):
             return self.failed(error)
 
     cdef int advance(self, const kvfast_batch *batch, const int64_t *token_ids) noexcept with gil:
-        cdef CacheHandle handle
         cdef Py_ssize_t i, count
         cdef list sequences = [], counts = []
         try:
             count = 0 if batch == NULL or batch.num_sequences < 1 else _start(batch, batch.num_sequences)
-            for i, handle in enumerate(self.checked(batch, count, "the batch", True)):
+            self.check(batch, count, "the batch", True)
+            for i in range(batch.num_sequences):
                 if _start(batch, i + 1) > _start(batch, i):
-                    sequences.append(handle.cache)
+                    sequences.append((<CacheHandle>batch.sequences[i]).cache)
                     counts.append(_start(batch, i + 1) - _start(batch, i))
             if sequences:
                 advance_all(sequences, counts, None if token_ids == NULL else ids_of(token_ids, count))
@@ -92,94 +94,102 @@ cdef class PoolHandle(Handle):
         except BaseException as error:
             return self.failed(error)
 
-    cdef bint fits(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct) noexcept nogil:
-        """Whether a batch is valid, and its sequences or tables plain; not so for more than QUICK_SEQUENCES. In the pool."""
-        cdef Py_ssize_t i, j
-        if batch == NULL or not 1 <= batch.num_sequences <= QUICK_SEQUENCES:
-            return False
+    cdef kv_batch_code code_of(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct, Py_ssize_t *at) noexcept nogil:
+        """Whether a batch is valid, which has `num_tokens`; `at`: the sequence that is not. In the pool."""
+        cdef Py_ssize_t i
+        if batch == NULL or (batch.sequences == NULL and (distinct or (batch.block_table == NULL and batch.seq_lens == NULL))):
+            return NO_SEQUENCES
+        if batch.sequences == NULL and (batch.block_table == NULL or batch.seq_lens == NULL or batch.num_sequences < 1
+                                        or batch.max_blocks < 1):
+            return NO_TABLES
+        if batch.num_sequences < 1:
+            return NUM_SEQUENCES
+        for i in range(batch.num_sequences if batch.sequences != NULL else 0):
+            at[0] = i
+            if batch.sequences[i] == NULL:
+                return NULL_SEQUENCE
+            if <void *>(<CacheHandle>batch.sequences[i]).pool != <void *>self.pool:
+                return OTHER_POOL
+            if (<CacheHandle>batch.sequences[i]).is_closed():
+                return FREED
+        if distinct and _has_one_twice(batch, at):
+            return TWICE
         if _start(batch, 0) != 0 or _start(batch, batch.num_sequences) != num_tokens:
-            return False
+            return STARTS
         for i in range(batch.num_sequences):
             if _start(batch, i) > _start(batch, i + 1):
-                return False
-        if batch.sequences == NULL:
-            return self.plain_tables and batch.block_table != NULL and batch.seq_lens != NULL and batch.max_blocks > 0
-        for i in range(batch.num_sequences):
-            if (batch.sequences[i] == NULL or <void *>(<CacheHandle>batch.sequences[i]).pool != <void *>self.pool
-                    or not (<CacheHandle>batch.sequences[i]).is_plain()):
-                return False
-            for j in range(i if distinct else 0):
-                if (<CacheHandle>batch.sequences[i]).tables[0] == (<CacheHandle>batch.sequences[j]).tables[0]:
-                    return False
-        return True
+                return STARTS
+        return GOOD
 
-    cdef list checked(self, const kvfast_batch *batch, Py_ssize_t num_tokens, str rows, bint distinct):
-        """The handles of a batch, or the error that `fits` has no words for. `rows`: the name of what has `num_tokens`."""
-        cdef CacheHandle handle
-        cdef Py_ssize_t i
-        cdef list handles = []
-        cdef dict places = {}
-        if batch == NULL or batch.sequences == NULL:
+    cdef int check(self, const kvfast_batch *batch, Py_ssize_t num_tokens, str rows, bint distinct) except -1:
+        """Raise for a batch that `code_of` refuses. `rows`: the name of what has `num_tokens`."""
+        cdef Py_ssize_t at = 0, i
+        cdef kv_batch_code code = self.code_of(batch, num_tokens, distinct, &at)
+        if code == NO_SEQUENCES:
             raise ValueError("batch must point to sequences, got NULL")
-        if batch.num_sequences < 1:
+        if code == NUM_SEQUENCES:
             raise ValueError(f"num_sequences must be at least 1, got {batch.num_sequences}")
-        for i in range(batch.num_sequences):
-            if batch.sequences[i] == NULL:
-                raise ValueError(f"sequences[{i}] must be a sequence of this pool, got NULL: see new_sequence() and fork()")
-            handle = <CacheHandle>batch.sequences[i]
-            if handle.pool is not self.pool:
-                raise ValueError(f"sequences[{i}] must be a sequence of this pool, got a {type(handle.cache).__name__} that has other "
-                                 f"blocks: restore() its snapshot() into a sequence of this pool")
-            if handle.storage.closed:
-                raise ValueError(f"sequences[{i}] must be a sequence that is in use, got one that has been freed")
-            if distinct and places.setdefault(handle.storage, i) != i:
-                raise ValueError(f"sequences[{i}] must be another than sequences[{places[handle.storage]}]: a call appends to a "
-                                 f"sequence once, all of its tokens one after the other")
-            handles.append(handle)
-        _check_starts(batch, num_tokens, rows)
-        return handles
+        if code == NULL_SEQUENCE:
+            raise ValueError(f"sequences[{at}] must be a sequence of this pool, got NULL: see new_sequence() and fork()")
+        if code == OTHER_POOL:
+            raise ValueError(f"sequences[{at}] must be a sequence of this pool, got a "
+                             f"{type((<CacheHandle>batch.sequences[at]).cache).__name__} that has other blocks: restore() its "
+                             f"snapshot() into a sequence of this pool")
+        if code == FREED:
+            raise ValueError(f"sequences[{at}] must be a sequence that is in use, got one that has been freed")
+        if code == TWICE:
+            i = 0
+            while (<CacheHandle>batch.sequences[i]).tables[0] != (<CacheHandle>batch.sequences[at]).tables[0]:
+                i += 1
+            raise ValueError(f"sequences[{at}] must be another than sequences[{i}]: a call appends to a sequence once, all of its "
+                             f"tokens one after the other")
+        if code == NO_TABLES:
+            raise ValueError(f"without sequences a batch must point to block_table and seq_lens, of at least one sequence and block, "
+                             f"got num_sequences {batch.num_sequences} and max_blocks {batch.max_blocks}"
+                             + ("" if batch.block_table != NULL else ", block_table NULL")
+                             + ("" if batch.seq_lens != NULL else ", seq_lens NULL"))
+        if code == STARTS:
+            starts = [_start(batch, i) for i in range(batch.num_sequences + 1)]
+            got = "NULL, which is for one token of each sequence" if batch.starts == NULL else shown(starts)
+            raise DimensionMismatchError(f"starts must rise from 0 to the {num_tokens} tokens of {rows} in {len(starts)} entries, "
+                                         f"got {got}")
+        return 0
 
     cdef int append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
-        return KVFAST_OK if self.try_append(layer, batch, k, v) else self.python_append(layer, batch, k, v)
-
-    cdef bint try_append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
-        """`append` without the interpreter; False if only Python can do it, or say what is wrong."""
         cdef kv_rows keys, values
+        cdef Py_ssize_t at
         cdef bint done = False
-        if 0 <= layer < self.pool.num_layers and self.split_pair(k, v, &keys, &values) and self.try_enter():
+        if 0 <= layer < self.pool.num_layers and self.split_pair(self.pool.layouts + layer, k, v, &keys, &values) and self.try_enter():
             if batch != NULL and batch.sequences == NULL:
-                done = self.quick_write(layer, batch.slots, &keys, &values)
-            else:
-                done = self.fits(batch, keys.tokens, True) and self.quick_append(layer, batch, &keys, &values)
+                done = self.write_in_place(layer, batch.slots, &keys, &values)
+            elif keys.tokens <= FEW_TOKENS and self.code_of(batch, keys.tokens, True, &at) == GOOD:
+                done = self.append_in_place(layer, batch, &keys, &values)
             self.leave()
-        return done
+        return KVFAST_OK if done else self.append_blocks(layer, batch, k, v)
 
-    cdef bint quick_append(self, Py_ssize_t layer, const kvfast_batch *batch, const kv_rows *k, const kv_rows *v) noexcept nogil:
-        cdef int64_t slots[QUICK_TOKENS]
-        cdef const kv_layout *layout = self.pool.layouts + layer
+    cdef bint append_in_place(self, Py_ssize_t layer, const kvfast_batch *batch, const kv_rows *k, const kv_rows *v) noexcept nogil:
+        """Append tokens that need no memory; False for others, and for what Python refuses."""
+        cdef int64_t slots[FEW_TOKENS]
         cdef Py_ssize_t i
         cdef kv_team team
-        if k.tokens > QUICK_TOKENS or not have_shape_of(layout, k, v):
-            return False
         for i in range(batch.num_sequences):
             if not next_slots(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i),
                               slots + _start(batch, i)):
                 return False
         gather_unwatched(&team, 0, work_of(k))
-        if encode_rows(layout, k, v, NULL, slots, False, False, &team) != WRITTEN:
+        if encode_rows(self.pool.layouts + layer, k, v, NULL, slots, False, False, &team) != WRITTEN:
             return False
         for i in range(batch.num_sequences):
             add_tokens(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i))
         return True
 
-    cdef bint quick_write(self, Py_ssize_t layer, const int64_t *slots, const kv_rows *k, const kv_rows *v) noexcept nogil:
-        """Write to slots of another scheduler, whose blocks all of them are already."""
+    cdef bint write_in_place(self, Py_ssize_t layer, const int64_t *slots, const kv_rows *k, const kv_rows *v) noexcept nogil:
+        """Write to slots of another scheduler, whose blocks all of them are already; False as `append_in_place`."""
         cdef const kv_layout *layout = self.pool.layouts + layer
         cdef int64_t total = <int64_t>self.pool.num_blocks * self.pool.block_size
         cdef Py_ssize_t i, j
         cdef kv_team team
-        if (slots == NULL or k.tokens > QUICK_SLOTS or not self.plain_tables or not self.batches.is_external
-                or not have_shape_of(layout, k, v)):
+        if slots == NULL or k.tokens > FEW_SLOTS or not self.plain_tables or not self.batches.is_external:
             return False
         for i in range(k.tokens):
             if not -1 <= slots[i] < total:
@@ -195,156 +205,180 @@ cdef class PoolHandle(Handle):
             clean_slots(layout, slots, k.tokens)
         return encode_rows(layout, k, v, NULL, slots, False, False, &team) == WRITTEN
 
-    cdef int python_append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept with gil:
+    cdef int append_blocks(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept with gil:
+        """Append tokens, and take blocks for them; or tell what is wrong."""
         cdef Rows keys, values
-        cdef CacheHandle handle
-        cdef list handles, tables = [], counts = [], known = []
+        cdef BlockTable table
+        cdef list tables = [], counts = [], known = []
         cdef Py_ssize_t i
         try:
             check_layer(layer, self.pool.num_layers)
-            keys, values = self.open_pair(k, v)
+            keys, values = self.open_pair(self.pool.layouts + layer, k, v)
             check_rows(self.pool.layouts + layer, keys, values)
             if batch != NULL and batch.sequences == NULL and batch.slots != NULL:
                 self.batches.append_batch(layer, keys, values, ids_of(batch.slots, keys.rows.tokens))
                 return KVFAST_OK
-            handles = self.checked(batch, keys.rows.tokens, "k", True)
+            self.check(batch, keys.rows.tokens, "k", True)
             check_storable(self.pool.layouts + layer, keys, values, NULL, NULL)  # before the sequences take blocks
             # Slots are given out after the complete tokens, also those that this layer has already.
             for i in range(batch.num_sequences):
-                handle = handles[i]
-                tables.append(handle.storage.tables[0])
-                known.append((<BlockTable>tables[i]).lengths[layer] - (<BlockTable>tables[i]).length)
+                table = (<CacheHandle>batch.sequences[i]).storage.tables[0]
+                tables.append(table)
+                known.append(table.lengths[layer] - table.length)
                 counts.append(known[i] + _start(batch, i + 1) - _start(batch, i))
             parts = np.split(self.batches.slot_mapping(tables, counts), np.cumsum(counts)[:-1])
-            slots = np.concatenate([part[held:] for part, held in zip(parts, known)])
-            self.batches.append_batch(layer, keys, values, slots)
+            self.batches.append_batch(layer, keys, values, np.concatenate([part[held:] for part, held in zip(parts, known)]))
             return KVFAST_OK
         except BaseException as error:
             return self.failed(error)
 
     cdef int attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
                     const kvfast_rows *out) noexcept nogil:
-        return KVFAST_OK if self.try_attend(layer, batch, q, options, out) else self.python_attend(layer, batch, q, options, out)
+        cdef kv_c_call call
+        cdef kv_member *members = NULL
+        cdef void *keepalive = NULL
+        cdef int code = KVFAST_OK
+        call.layer, call.q, call.options, call.out = layer, q, options, out
+        if not 0 <= layer < self.pool.num_layers:
+            return self.no_layer(layer, self.pool.num_layers)
+        code = self.enter_reading()
+        if code != KVFAST_OK:
+            return code
+        code = self.open_call(&call, self.pool.layouts + layer, self.batches.reads_as)
+        if code == KVFAST_OK:
+            code = self.describe_batch(&call, batch, &members, &keepalive)
+        if code == KVFAST_OK:
+            code = self.read_batch(&call, batch, members)
+        if members != NULL:
+            close_members(members, batch.num_sequences)
+            free(members)
+        if keepalive != NULL:
+            _drop(keepalive)
+        self.leave_reading()
+        return code
 
-    cdef bint try_attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
-                         const kvfast_rows *out) noexcept nogil:
-        """`attend` without the interpreter, as `try_append`."""
-        cdef kv_rows queries, rope, target
-        cdef bint done = False
-        if (0 <= layer < self.pool.num_layers and self.split(q, &queries, &rope) and convert_output(out, &target)
-                and self.try_enter_reading()):
-            done = self.fits(batch, queries.tokens, False) and self.quick_attend(layer, batch, &queries, &rope, options, &target)
-            self.leave_reading()
-        return done
-
-    cdef bint quick_attend(self, Py_ssize_t layer, const kvfast_batch *batch, const kv_rows *q, const kv_rows *rope_q,
-                           const kvfast_options *options, const kv_rows *out) noexcept nogil:
-        """As `PagedBatches` attends, but without prefixes that are read together."""
-        cdef const kv_layout *layout = self.pool.layouts + layer
-        cdef kv_request request
-        cdef kv_member *members
-        cdef Py_ssize_t i
-        if LOGS or not request_of(options, q, rope_q, out, self.batches.reads_as, &request):
-            return False
-        if misfit(&request, layout) != FITS or not has_finite_queries(&request):
-            return False
-        if not self.batches.kind.limit(&request.window, &request.num_sink_tokens):
-            return False
-        if not self.plan.begin(&request, layout, batch.num_sequences):
-            return False
-        members = <kv_member *>self.plan.workspace.reserve(MEMBERS, batch.num_sequences * sizeof(kv_member))
-        if members == NULL:
-            return False
-        for i in range(batch.num_sequences):
-            if (batch.span_counts != NULL and batch.span_counts[i]) or (batch.parent_counts != NULL and batch.parent_counts[i]):
-                return False
-            members[i].first_query, members[i].num_queries = _start(batch, i), _start(batch, i + 1) - _start(batch, i)
+    cdef int describe_batch(self, kv_c_call *call, const kvfast_batch *batch, kv_member **members, void **keepalive) noexcept nogil:
+        """Describe the sequences of a batch, or the rows of tables, to attention; returns a code. `keepalive`: who owns the tables."""
+        cdef Py_ssize_t at = 0, i
+        cdef kv_member *member
+        cdef bint done
+        call.request.is_batch = True
+        if self.code_of(batch, call.request.q.tokens, False, &at) != GOOD:
+            return self.wrong_batch(batch, call.request.q.tokens)
+        call.request.span_counts, call.request.parent_counts = batch.span_counts, batch.parent_counts
+        if not fit_window(self.batches.kind, &call.request, &call.refusal):
+            return self.refused(call)
+        members[0] = <kv_member *>calloc(batch.num_sequences, sizeof(kv_member))
+        done = members[0] != NULL
+        for i in range(batch.num_sequences if done else 0):
+            member = members[0] + i
+            member.first_query, member.num_queries = _start(batch, i), _start(batch, i + 1) - _start(batch, i)
             if batch.sequences == NULL:
-                if not self._ask_table(batch, i, members + i):
-                    return False
-            elif not self._ask(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, members + i):
-                return False
-        # With a window, tables hold the blocks of the last tokens alone, and no prefix is read together.
-        if (not batch.no_cascade and request.window == 0 and request.chunk == 0
-                and not share_nothing(members, batch.num_sequences, self.pool.block_size)):
-            return False
-        for i in range(batch.num_sequences):
-            self.plan.add(&members[i].context, members[i].first_query, members[i].num_queries, 0, 0)
-        return self.run(options.num_threads)
+                done = done and self.describe_row(batch, i, member)
+            elif (<CacheHandle>batch.sequences[i]).storage.segments is not None:
+                done = False
+            else:
+                describe(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], call.layer, member)
+            set_shareable(member, self.pool.layouts + call.layer)
+        return KVFAST_OK if done else self.describe_others(call, batch, members[0], keepalive)
 
-    cdef bint _ask(self, BlockTable table, Py_ssize_t layer, kv_member *member) noexcept nogil:
-        """Ask for the queries of a sequence; False if it does not hold what they see."""
-        cdef Py_ssize_t first
-        table.context(layer, &member.context)
-        first = member.context.length - member.num_queries
-        member.shareable = 0
-        if member.num_queries <= MAX_SHARED_QUERIES:
-            member.shareable = min(first, floats_from(self.pool.layouts + layer, &member.context, first)) // self.pool.block_size
-        if first < 0:
-            return False
-        self.plan.ask(member.context.length, member.first_query, member.num_queries)
-        return member.num_queries == 0 or table.holds(self.plan.call.queries[member.first_query].start)
+    cdef int wrong_batch(self, const kvfast_batch *batch, Py_ssize_t num_tokens) noexcept with gil:
+        try:
+            self.check(batch, num_tokens, "q", False)
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
 
-    cdef bint _ask_table(self, const kvfast_batch *batch, Py_ssize_t i, kv_member *member) noexcept nogil:
-        """Ask for the queries of a row of tables; False if they name what is not there."""
+    cdef int describe_others(self, kv_c_call *call, const kvfast_batch *batch, kv_member *members, void **keepalive) noexcept with gil:
+        """Describe spliced sequences, tables with windows or float rows; or tell what is wrong. `keepalive` gets a new reference to the
+        owner of tables."""
+        cdef PreparedBatch prepared
+        cdef list storages = None
+        try:
+            table = lengths = None
+            if members == NULL:
+                raise MemoryError("cannot allocate the working memory of a batch")
+            if batch.sequences == NULL:
+                table, lengths = _tables_of(batch)
+            else:
+                storages = [(<CacheHandle>batch.sequences[i]).storage for i in range(batch.num_sequences)]
+            starts = np.array([_start(batch, i) for i in range(batch.num_sequences + 1)], np.int64)
+            prepared = self.batches.fill(members, call.layer, &call.request, storages, table, lengths, starts)
+            if prepared is not None:
+                Py_INCREF(prepared)
+                keepalive[0] = <void *>prepared
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef bint describe_row(self, const kvfast_batch *batch, Py_ssize_t i, kv_member *member) noexcept nogil:
+        """Describe a row of plain tables, which have no windows and no float rows next to blocks; False for others, and for rows that
+        name what is not there."""
         cdef const int32_t *table = batch.block_table + i * batch.max_blocks
         cdef Py_ssize_t length = batch.seq_lens[i], size = self.pool.block_size, j
-        if not member.num_queries <= length <= batch.max_blocks * size:
+        if not self.plain_tables or not member.num_queries <= length <= batch.max_blocks * size:
             return False
         for j in range((length + size - 1) // size):
             if not 0 <= table[j] < self.pool.num_blocks or not (self.batches.is_external or self.pool.owners[table[j]]):
                 return False
-        memset(&member.context, 0, sizeof(member.context))
-        member.context.table, member.context.length = table, length
-        member.shareable = 0 if member.num_queries > MAX_SHARED_QUERIES else (length - member.num_queries) // size
-        self.plan.ask(length, member.first_query, member.num_queries)
+        member.context.table, member.context.length, member.length = table, length, length
         return True
 
-    cdef int python_attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
-                           const kvfast_rows *out) noexcept with gil:
-        cdef Rows queries
-        cdef list spans, parents, storages = None
-        table = lengths = None
+    cdef int read_batch(self, kv_c_call *call, const kvfast_batch *batch, kv_member *members) noexcept nogil:
+        cdef const kv_layout *layout = self.pool.layouts + call.layer
+        cdef Py_ssize_t size = self.pool.block_size
+        cdef kv_prefixes prefixes
+        cdef int code = KVFAST_OK
+        prefixes.first, prefixes.count = NULL, 0
+        if not (batch.no_cascade or gains_nothing(&call.request, layout, batch.num_sequences)
+                or share_nothing(members, batch.num_sequences, size)):
+            code = self.share(members, batch.num_sequences, &prefixes)
+        if code == KVFAST_OK:
+            code = self.answer(call, layout, members, batch.num_sequences, prefixes.first, prefixes.count)
+        free_prefixes(&prefixes)
+        return code
+
+    cdef int share(self, const kv_member *members, Py_ssize_t count, kv_prefixes *prefixes) noexcept with gil:
         try:
-            check_layer(layer, self.pool.num_layers)
-            queries, _ = self.open_rows(q, "q")
-            if batch != NULL and batch.sequences == NULL and (batch.block_table != NULL or batch.seq_lens != NULL):
-                table, lengths = _tables_of(batch)
-                _check_starts(batch, queries.rows.tokens, "q")
-            else:
-                storages = [(<CacheHandle>one).storage for one in self.checked(batch, queries.rows.tokens, "q", False)]
-            spans = integers(options.spans, options.num_spans, 2, "spans")
-            spans = divided(spans, batch.span_counts, batch.num_sequences, "spans")
-            parents = integers(options.parents, options.num_parents, 1, "parents")
-            parents = divided(parents, batch.parent_counts, batch.num_sequences, "parents")
-            queries, rope, settings = self.open_call(q, options, out, spans, parents)
-            starts = [_start(batch, i) for i in range(batch.num_sequences + 1)]
-            result = self.batches.attend_batch(layer, queries, storages, table, lengths, starts, settings, not batch.no_cascade, rope)
-            copy_lse(result, options.lse)
+            find_prefixes(members, count, self.pool.block_size, prefixes)
             return KVFAST_OK
         except BaseException as error:
             return self.failed(error)
 
 
-cdef int _check_starts(const kvfast_batch *batch, Py_ssize_t num_tokens, str rows) except -1:
-    """Check the rows of each sequence. `rows`: the name of what has `num_tokens`."""
-    starts = [_start(batch, i) for i in range(batch.num_sequences + 1)]
-    if starts[0] != 0 or starts[-1] != num_tokens or starts != sorted(starts):
-        got = "NULL, which is for one token of each sequence" if batch.starts == NULL else shown(starts)
-        raise DimensionMismatchError(f"starts must rise from 0 to the {num_tokens} tokens of {rows} in {len(starts)} entries, "
-                                     f"got {got}")
-    return 0
+cdef void _drop(void *reference) noexcept with gil:
+    Py_DECREF(<object>reference)
+
+
+cdef int _compare(const void *a, const void *b) noexcept nogil:
+    cdef size_t first = (<const size_t *>a)[0], second = (<const size_t *>b)[0]
+    return (first > second) - (first < second)
+
+
+cdef bint _has_one_twice(const kvfast_batch *batch, Py_ssize_t *at) noexcept nogil:
+    """Whether a sequence comes twice in a batch; `at`: where it comes again."""
+    cdef Py_ssize_t count = batch.num_sequences, i, j
+    cdef size_t *tables = <size_t *>malloc(count * sizeof(size_t)) if count > FEW_SEQUENCES else NULL
+    cdef bint found = tables == NULL
+    for i in range(count if tables != NULL else 0):
+        tables[i] = <size_t>(<CacheHandle>batch.sequences[i]).tables[0]
+    if tables != NULL:
+        qsort(tables, count, sizeof(size_t), _compare)
+        for i in range(1, count):
+            found = found or tables[i - 1] == tables[i]
+        free(tables)
+    for i in range(count if found else 0):
+        for j in range(i):
+            if (<CacheHandle>batch.sequences[i]).tables[0] == (<CacheHandle>batch.sequences[j]).tables[0]:
+                at[0] = i
+                return True
+    return False
 
 
 cdef tuple _tables_of(const kvfast_batch *batch):
     """`block_table` and `seq_lens` of a batch, as Python has them."""
     cdef int32_t[:, ::1] table
     cdef int32_t[::1] lengths
-    if batch.block_table == NULL or batch.seq_lens == NULL or batch.num_sequences < 1 or batch.max_blocks < 1:
-        raise ValueError(f"without sequences a batch must point to block_table and seq_lens, of at least one sequence and block, got "
-                         f"num_sequences {batch.num_sequences} and max_blocks {batch.max_blocks}"
-                         + ("" if batch.block_table != NULL else ", block_table NULL")
-                         + ("" if batch.seq_lens != NULL else ", seq_lens NULL"))
     rows = table = np.empty((batch.num_sequences, batch.max_blocks), np.int32)
     memcpy(&table[0, 0], batch.block_table, rows.nbytes)
     counts = lengths = np.empty(batch.num_sequences, np.int32)

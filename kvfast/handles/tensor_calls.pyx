@@ -5,7 +5,7 @@ from libc.string cimport memset
 
 from kvfast.core.arrays cimport Rows, open_output, open_rows
 from kvfast.core.dlpack cimport DLTensor, read_tensor
-from kvfast.handles.header cimport kvfast_batch, kvfast_options, kvfast_rows
+from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_options, kvfast_rows
 from kvfast.handles.pool_handle cimport PoolHandle
 
 cdef enum:
@@ -37,7 +37,7 @@ cdef class TensorCalls:
         batch.slots = <const int64_t *>_memory(slots, INTEGERS, 64, 1, shape)
         if batch.slots != NULL and shape[0] == keys.rows.tokens:
             with nogil:
-                done = self.handle.try_append(0, &batch, &of_keys, &of_values)
+                done = self.handle.append(0, &batch, &of_keys, &of_values) == KVFAST_OK
         if not done:
             self.pool.append_batch(0, keys, values, slots)
 
@@ -74,7 +74,7 @@ cdef class TensorCalls:
             fits = (scale is None or options.scale != 0) and softcap >= 0 and sliding_window >= 0
         if fits:
             with nogil:
-                done = self.handle.try_attend(0, &batch, &of_queries, &options, &of_target)
+                done = self.handle.attend(0, &batch, &of_queries, &options, &of_target) == KVFAST_OK
         if not done:
             self.pool.attend_batch(
                 0, queries, block_table=block_table, seq_lens=seq_lens, out=target, scale=scale, causal=causal,

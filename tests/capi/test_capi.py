@@ -338,9 +338,10 @@ def test_chunks_spans_and_trees(runtimes, rng, n):
         assert (out == 7).all()
     rows = kvfast.MLAKVCache(1, 48, 16)
     rows.append(0, k[:, 0])
-    for options in ({"chunk": 8}, {"spans": spans}, {"parents": np.array([-1])}):
-        with pytest.raises(ValueError, match="attention_chunk_size, spans and parents must be 0 and NULL for latent rows"):
-            runtimes[1].Layer(rows, 0).attend(q, np.empty((n, 6, 48), np.float32), **options)
+    for name, value in {"chunk": 8, "spans": spans, "parents": np.array([-1])}.items():
+        out = np.empty((n, 6, 48), np.float32)
+        runtimes[1].Layer(rows, 0).attend(q, out, **{name: value})
+        assert np.array_equal(out, rows.attend(0, q, **{"attention_chunk_size" if name == "chunk" else name: value}))
 
 
 def test_precision(runtimes, rng):

@@ -1,6 +1,6 @@
 """Batches over the sequences of a pool, or over the blocks of another scheduler."""
-from kvfast.attention.plan cimport Plan
-from kvfast.attention.request cimport Request
+from kvfast.attention.request cimport kv_request
+from kvfast.attention.sight cimport kv_member
 from kvfast.storage.batches.paged_sequences cimport PagedSequences
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 
@@ -15,5 +15,5 @@ cdef class PagedBatches(PagedSequences):
                                  Py_ssize_t window, Py_ssize_t num_sink_tokens)
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
     cdef object _check_batch(self, list storages, object block_table, object seq_lens)
-    cdef Plan _plan(self, Py_ssize_t number, Request request, list storages, object block_table, object seq_lens, object cu_seqlens_q,
-                    bint cascade)
+    cdef PreparedBatch fill(self, kv_member *members, Py_ssize_t layer, const kv_request *request, list storages, object block_table,
+                            object seq_lens, object cu_seqlens_q)

@@ -3,44 +3,30 @@
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
-from libc.string cimport memset
+from libc.stdlib cimport calloc, free
 
 from kvfast.attention.indexer cimport best_positions
-from kvfast.attention.options cimport Options
-from kvfast.attention.plan cimport Plan, open_plan
-from kvfast.attention.request cimport Request, imagined_rows, open_request
-from kvfast.attention.run cimport explain_plan, run_plan
-from kvfast.attention.spans cimport floats_from
-from kvfast.attention.workspace cimport MEMBERS
+from kvfast.attention.refusals cimport kv_refusal
+from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request, raise_refusal
+from kvfast.attention.run cimport answer
+from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_context, kv_layout
 from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_pair, open_rows
 from kvfast.core.checks cimport check_flag, check_integers, check_layer
-from kvfast.core.limits cimport KV_ROWS
-from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, read_together, shared_prefixes
+from kvfast.storage.batches.cascade cimport find_prefixes, free_prefixes, gains_nothing, kv_prefixes, set_shareable
 from kvfast.storage.batches.paged_sequences cimport PagedSequences, check_all_open
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch, checked_starts, prepare
 from kvfast.storage.memory.buffer_layers cimport clean_slots
-from kvfast.storage.sequences.segments cimport SplicedReader, ask_spliced, plan_spliced
-from kvfast.storage.sequences.sequence cimport SequenceStorage, check_held, fit_window
+from kvfast.storage.sequences.segments cimport close_members
+from kvfast.storage.sequences.sequence cimport SequenceStorage, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 
 from kvfast.core.interchange import as_array
 from kvfast.errors import DimensionMismatchError
 from kvfast.storage.batches.prepared_batch import check_distinct
-
-
-cdef int _check_list(object given, str name, Py_ssize_t count) except -1:
-    """Check an option that a batch has for each sequence, if it is given."""
-    if given is None:
-        return 0
-    if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{name} must be a list with one entry per sequence, got {type(given).__name__}")
-    if len(given) != count:
-        raise DimensionMismatchError(f"{name} must have one entry for each of the {count} sequences, got {len(given)}")
-    return 0
 
 
 cdef inline Py_ssize_t _count(list storages, object block_table, object seq_lens):
@@ -54,7 +40,7 @@ cdef class PagedBatches(PagedSequences):
     def prepare(self, block_table, seq_lens, cu_seqlens_q, slot_mapping, Py_ssize_t max_num_seqs):
         """A PreparedBatch for the tables and slots of another scheduler."""
         cdef PreparedBatch batch
-        cdef Py_ssize_t count, window = 0, num_sink_tokens = -1
+        cdef Py_ssize_t count, window = 0, num_sink_tokens = 0
         seq_lens = self._check_batch(None, block_table, seq_lens)
         count = len(seq_lens)
         if self.scheduler is None:
@@ -72,7 +58,7 @@ cdef class PagedBatches(PagedSequences):
                 self._check_no_sequences(f"block_table holds block {batch.table[0, 0]}, one")
                 self.scheduler.prepare(batch, max_num_seqs)
                 self._become_external()
-            batch.find_prefixes()
+            batch.look_for_prefixes()
             return batch
         finally:
             if self.scheduler is None:
@@ -232,36 +218,70 @@ cdef class PagedBatches(PagedSequences):
         finally:
             self.pool.leave()
 
-    def attend_batch(self, layer, q, list storages, block_table, seq_lens, cu_seqlens_q, Options options, cascade,
-                     rope_q=None):
-        """Attention of a ragged batch: over the storages of sequences, or over the block tables of another scheduler."""
-        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
+    def attend_batch(self, layer, q, list storages, block_table, seq_lens, cu_seqlens_q, dict options, cascade):
+        """Attention of a ragged batch: over the storages of sequences, or over the block tables of another scheduler. For imagined
+        queries its AttendPlan."""
+        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers), count
+        cdef const kv_layout *layout = self.pool.layouts + number
         cdef Request request
+        cdef kv_refusal refusal
+        cdef kv_member *members = NULL
+        cdef kv_prefixes found
+        cdef const kv_prefixes *prefixes = &found
+        cdef PreparedBatch batch
+        found.first, found.count, count = NULL, 0, 0
         self.pool.enter_reading()
         try:
             seq_lens = self._check_batch(storages, block_table, seq_lens)
-            options.read_as(self.reads_as)
-            request = open_request(&self.pool.layouts[number], q, options, None, rope_q)
-            return run_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q,
-                                                check_flag(cascade, "cascade")))
+            count = _count(storages, block_table, seq_lens)
+            request = open_request(layout, q, options, None, count)
+            request.read_as(self.reads_as)
+            if not fit_window(self.kind, &request.c, &refusal):
+                raise_refusal(&refusal, request)
+            members = <kv_member *>calloc(count, sizeof(kv_member))
+            if members == NULL:
+                raise MemoryError("cannot allocate the working memory of a batch")
+            batch = self.fill(members, number, &request.c, storages, block_table, seq_lens, cu_seqlens_q)
+            if not check_flag(cascade, "cascade") or gains_nothing(&request.c, layout, count):
+                pass
+            elif batch is not None and batch.prefixes != NULL:
+                prefixes = batch.prefixes_of(layout.rule)
+            else:
+                find_prefixes(members, count, self.pool.block_size, &found)
+            return answer(request, layout, self.pool.workspace, members, count, prefixes.first, prefixes.count,
+                          str(self.pool.formats[number]) if request.c.q.data == NULL else None)
         finally:
+            free_prefixes(&found)
+            close_members(members, count if members != NULL else 0)
+            free(members)
             self.pool.leave_reading()
 
-    def explain_batch(self, layer, q, num_q_heads, dtype, list storages, block_table, seq_lens, cu_seqlens_q, Options options,
-                      cascade):
+    def explain_batch(self, layer, q, num_q_heads, dtype, list storages, block_table, seq_lens, cu_seqlens_q, dict options, cascade):
         """The AttendPlan of `attend_batch` for an array, a shape, or a number of tokens."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
-        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.layouts[number])
-        cdef Request request
-        self.pool.enter_reading()
-        try:
-            seq_lens = self._check_batch(storages, block_table, seq_lens)
-            options.read_as(self.reads_as)
-            request = open_request(&self.pool.layouts[number], rows, options)
-            return explain_plan(request, self._plan(number, request, storages, block_table, seq_lens, cu_seqlens_q,
-                                                    check_flag(cascade, "cascade")), str(self.pool.formats[number]))
-        finally:
-            self.pool.leave_reading()
+        q = imagined_rows(q, num_q_heads, dtype, &self.pool.layouts[number])
+        return self.attend_batch(layer, q, storages, block_table, seq_lens, cu_seqlens_q, options, cascade)
+
+    cdef PreparedBatch fill(self, kv_member *members, Py_ssize_t layer, const kv_request *request, list storages, object block_table,
+                            object seq_lens, object cu_seqlens_q):
+        """Describe the sequences of a batch to attention. Returns the batch of another scheduler, or None; `close_members` frees the
+        rest."""
+        cdef Py_ssize_t i
+        cdef PreparedBatch batch
+        cdef const int32_t[::1] starts
+        cdef SequenceStorage storage
+        if storages is None:
+            batch = self._batch_of(block_table, seq_lens, cu_seqlens_q, request.q.tokens,
+                                   request.options.sliding_window if isinstance(self.kind, RingTable) else 0,
+                                   request.options.num_sink_tokens)
+            batch.fill(members, self.pool.layouts[layer].rule)
+            return batch
+        starts = checked_starts(cu_seqlens_q, len(storages), request.q.tokens)
+        for i, storage in enumerate(storages):
+            storage.fill(storage.tables[0], layer, layer, members + i)
+            members[i].first_query, members[i].num_queries = starts[i], starts[i + 1] - starts[i]
+            set_shareable(members + i, self.pool.layouts + layer)
+        return None
 
     cdef object _check_batch(self, list storages, object block_table, object seq_lens):
         """Check that there are sequences, and that they are open. Returns the lengths of another scheduler as int32."""
@@ -275,92 +295,6 @@ cdef class PagedBatches(PagedSequences):
         if not len(seq_lens if storages is None else storages):
             raise ValueError("a batch must hold at least one sequence")
         return seq_lens
-
-    cdef Plan _plan(self, Py_ssize_t number, Request request, list storages, object block_table, object seq_lens, object cu_seqlens_q,
-                    bint cascade):
-        """What a request reads of a layer, for all sequences of a batch."""
-        cdef Py_ssize_t i, count, first, size = self.pool.block_size
-        cdef Plan plan
-        cdef kv_member *members
-        cdef kv_member *member
-        cdef BlockTable table
-        cdef PreparedBatch batch = None
-        cdef const int32_t[::1] starts
-        cdef list prefixes = None, tables = None, spliced = []
-        cdef SequenceStorage storage
-        cdef SplicedReader reader
-        if storages is not None:
-            tables = [(<SequenceStorage>storage).tables[0] for storage in storages]
-        count = _count(storages, block_table, seq_lens)
-        _check_list(request.spans, "spans", count)
-        _check_list(request.parents, "parents", count)
-        fit_window(self.kind, &request.c)
-        plan = open_plan(request, &self.pool.layouts[number], self.pool.workspace, count)
-        if tables is None:
-            batch = self._batch_of(block_table, seq_lens, cu_seqlens_q, request.c.q.tokens,
-                                   request.c.window if isinstance(self.kind, RingTable) else 0, request.c.num_sink_tokens)
-            prefixes = None if batch.prefixes is None else batch.prefixes[self.pool.layouts[number].rule]
-        else:
-            starts = checked_starts(cu_seqlens_q, count, request.c.q.tokens)
-        for i in range(count if tables is not None else 0):
-            storage = storages[i]
-            if storage.segments is not None:
-                table = storage.tables[0]
-                if starts[i + 1] - starts[i] > table.lengths[number] + storage.base:
-                    raise ValueError(f"sequence {i} of the batch holds {table.lengths[number] + storage.base} tokens, and q "
-                                     f"{starts[i + 1] - starts[i]} of them")
-                reader = storage.reader(number, table, number, starts[i], starts[i + 1] - starts[i])
-                reader.spans = None if request.spans is None else request.spans[i]
-                reader.parents = None if request.parents is None else request.parents[i]
-                reader.name = f"[{i}]"
-                spliced.append(reader)
-        if spliced:
-            plan_spliced(plan, spliced)
-        members = <kv_member *>plan.workspace.reserve(MEMBERS, count * sizeof(kv_member))
-        if members == NULL:
-            raise MemoryError("cannot allocate the working memory of a batch")
-        if batch is not None:
-            batch.fill(members, plan.given.layout.rule)
-        for i in range(count):
-            member = members + i
-            if tables is not None:
-                table = tables[i]
-                memset(member, 0, sizeof(kv_member))
-                table.context(number, &member.context)
-                plan.uncounted += table.lengths[number] - table.length
-                member.first_query, member.num_queries = starts[i], starts[i + 1] - starts[i]
-                if (<SequenceStorage>storages[i]).segments is not None:
-                    member.num_queries = 0  # see `ask_spliced`
-                    continue
-                if member.num_queries > member.context.length:
-                    raise ValueError(f"sequence {i} of the batch holds {member.context.length} tokens, and q "
-                                     f"{member.num_queries} of them")
-                if member.num_queries <= MAX_SHARED_QUERIES:
-                    first = member.context.length - member.num_queries
-                    member.shareable = min(first, floats_from(plan.given.layout, &member.context, first)) // size
-            if request.spans is not None:
-                plan.use_spans(request.spans[i], f"spans[{i}]", member.context.length)
-            if request.parents is not None:
-                plan.use_parents(request.parents[i], f"parents[{i}]", member.num_queries)
-            plan.ask(member.context.length, member.first_query, member.num_queries)
-            if tables is not None and member.num_queries:
-                check_held(table, plan, member.first_query)
-
-        plan.choose(request)
-        if request.chosen is not None:
-            cascade = False  # no two queries read the same
-        elif plan.given.layout.latent and plan.call.group % KV_ROWS == 0:
-            cascade = False  # each query has whole passes of its own: to read together would save only bytes, and there are few
-        if cascade and request.c.window == 0 and request.c.chunk == 0 and count > 1:
-            if prefixes is None:
-                prefixes = shared_prefixes(members, count, size)
-            read_together(plan, prefixes, members)
-        for i in range(count):
-            member = members + i
-            plan.add(&member.context, member.first_query, member.num_queries, member.begin, member.parts)
-        ask_spliced(plan, spliced)
-        plan.keepalive = batch, prefixes, plan.keepalive
-        return plan
 
     cdef PreparedBatch _batch_of(self, object block_table, object seq_lens, object cu_seqlens_q, Py_ssize_t num_tokens,
                                  Py_ssize_t window, Py_ssize_t num_sink_tokens):

@@ -1,17 +1,33 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Cascade attention (FlashInfer, arXiv 2501.01005): keys that several sequences of a batch share are read once for all."""
-import numpy as np
+from libc.stdint cimport int32_t
+from libc.stdlib cimport free, malloc
 
-from kvfast.attention.plan cimport Plan
-from kvfast.attention.tasks cimport kv_item
-from kvfast.core.limits cimport KV_TILE
+from kvfast.attention.options cimport kvfast_options
+from kvfast.attention.request cimport kv_request
+from kvfast.attention.source cimport floats_from
+from kvfast.codec.blocks cimport kv_layout
+from kvfast.core.limits cimport KV_ROWS, KV_TILE
 
 cdef enum:
     MIN_SHARED_TOKENS = 256    # each sequence reads shorter shared prefixes by itself
 
 
-cdef class SharedPrefix:
-    """Positions of a prefix that members of a batch share, from `begin`, where a shorter prefix that they share ends, to `end`."""
+cdef void set_shareable(kv_member *member, const kv_layout *layout) noexcept nogil:
+    """Set how many first blocks all queries of a sequence see in full, and as codes."""
+    cdef Py_ssize_t first = member.length - member.num_queries
+    member.shareable = 0
+    if member.num_queries <= MAX_SHARED_QUERIES and member.num_segments == 0:
+        member.shareable = min(first, floats_from(layout, &member.context, first)) >> layout.block_shift
+
+
+cdef bint gains_nothing(const kv_request *request, const kv_layout *layout, Py_ssize_t count) noexcept nogil:
+    """Whether no prefix is read for several sequences at once: tables with a window hold the blocks of the last tokens alone, chosen
+    tokens are each query's own, and latent rows of many heads have whole passes for each query, so that reading together would save
+    few bytes only."""
+    cdef const kvfast_options *options = &request.options
+    return (count < 2 or options.sliding_window != 0 or options.attention_chunk_size != 0 or options.chosen != NULL
+            or (layout.latent and request.q.heads % KV_ROWS == 0))
 
 
 cdef bint share_nothing(const kv_member *members, Py_ssize_t count, Py_ssize_t size) noexcept nogil:
@@ -25,16 +41,40 @@ cdef bint share_nothing(const kv_member *members, Py_ssize_t count, Py_ssize_t s
     return True
 
 
-cdef list shared_prefixes(const kv_member *members, Py_ssize_t count, Py_ssize_t size):
-    """The prefixes that members of the batch share, the shorter before the longer; blocks have `size` tokens."""
-    cdef list found = []
-    _find(members, [i for i in range(count) if members[i].num_queries], 0, 0, size, found)
-    return found
+cdef int find_prefixes(const kv_member *members, Py_ssize_t count, Py_ssize_t size, kv_prefixes *found) except -1:
+    """Find the prefixes that members of the batch share; blocks have `size` tokens. `free_prefixes` frees them."""
+    cdef list prefixes = [], queries
+    cdef Py_ssize_t numbers = 0, i
+    cdef kv_prefix *one
+    cdef int32_t *at
+    found.first, found.count = NULL, 0
+    _find(members, [i for i in range(count) if members[i].num_queries], 0, 0, size, prefixes)
+    if not prefixes:
+        return 0
+    for _, _, group in prefixes:
+        numbers += sum([1 + members[<Py_ssize_t>i].num_queries for i in group])
+    one = <kv_prefix *>malloc(len(prefixes) * sizeof(kv_prefix) + numbers * sizeof(int32_t))
+    if one == NULL:
+        raise MemoryError("cannot allocate the shared prefixes of a batch")
+    found.first, found.count, at = one, len(prefixes), <int32_t *>(one + len(prefixes))
+    for begin, end, group in prefixes:
+        queries = [query for i in group for query in range(members[<Py_ssize_t>i].first_query, members[<Py_ssize_t>i].first_query
+                                                           + members[<Py_ssize_t>i].num_queries)]
+        one.begin, one.end, one.num_members, one.num_queries = begin, end, len(group), len(queries)
+        one.members, one.queries = at, at + len(group)
+        for i in [*group, *queries]:
+            at[0] = <int32_t>i
+            at += 1
+        one += 1
+    return 0
+
+
+cdef void free_prefixes(kv_prefixes *prefixes) noexcept nogil:
+    free(prefixes.first)
 
 
 cdef int _find(const kv_member *members, list numbers, Py_ssize_t depth, Py_ssize_t begin, Py_ssize_t size, list found) except -1:
-    """Those of some members from block `depth` on; they share the positions before `begin`."""
-    cdef SharedPrefix prefix
+    """Prefixes of some members from block `depth` on; they share the positions before `begin`."""
     cdef const kv_member *first
     cdef Py_ssize_t common, limit, end, i
     groups = {}
@@ -57,30 +97,8 @@ cdef int _find(const kv_member *members, list numbers, Py_ssize_t depth, Py_ssiz
             break
         end = common * size // KV_TILE * KV_TILE
         if end - begin >= MIN_SHARED_TOKENS:
-            prefix = SharedPrefix.__new__(SharedPrefix)
-            prefix.begin, prefix.end, prefix.members = begin, end, np.array(group, np.int32)
-            prefix.queries = np.concatenate([np.arange(members[<Py_ssize_t>i].first_query, members[<Py_ssize_t>i].first_query
-                                                       + members[<Py_ssize_t>i].num_queries, dtype=np.int32) for i in group])
-            found.append(prefix)
+            found.append((begin, end, group))
         else:
             end = begin
         _find(members, group, common, end, size, found)
     return 0
-
-
-cdef void read_together(Plan plan, list prefixes, kv_member *members):
-    """Add items for prefixes that members of the batch share. Sets for each member where its own item begins, and the number of
-    partial results before it."""
-    cdef SharedPrefix prefix
-    cdef kv_member *first
-    cdef kv_item *item
-    cdef Py_ssize_t i
-    for prefix in prefixes:
-        first = members + prefix.members[0]
-        item = plan.open_item(&first.context)
-        item.members, item.num_queries = &prefix.queries[0], prefix.queries.shape[0]
-        item.begin, item.part = prefix.begin, first.parts
-        plan.close(item, prefix.end)
-        for i in range(prefix.members.shape[0]):
-            members[prefix.members[i]].begin = prefix.end
-            members[prefix.members[i]].parts = item.part + <int>item.splits

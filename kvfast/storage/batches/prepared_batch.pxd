@@ -1,7 +1,8 @@
 """A scheduler's tables for one step, checked once for all layers."""
 from libc.stdint cimport int32_t
 
-from kvfast.storage.batches.cascade cimport kv_member
+from kvfast.attention.sight cimport kv_member
+from kvfast.storage.batches.cascade cimport kv_prefixes
 from kvfast.storage.memory.pool cimport BlockPool
 
 
@@ -12,13 +13,15 @@ cdef class PreparedBatch:
     cdef const int32_t[::1] lens, starts  # seq_lens and cu_seqlens_q
     cdef const int32_t[::1] used         # blocks that are read
     cdef object slots                    # int64 array, without repeats, or None
-    cdef list prefixes                   # that sequences share: a list by the `rule` of a layer; None if they were not looked for
+    cdef kv_prefixes *prefixes           # that sequences share, by the `rule` of a layer, -1 last; NULL if they were not looked for
     cdef int32_t[:, ::1] floats_begin, codes_end  # (rules, num_sequences) as in kv_context
     cdef Py_ssize_t step                 # of a pool that keeps float rows
 
     cdef int check(self, BlockPool pool) except -1
     cdef void fill(self, kv_member *members, int rule) noexcept nogil
-    cdef int find_prefixes(self) except -1
+    cdef Py_ssize_t num_prefixes
+    cdef int look_for_prefixes(self) except -1
+    cdef const kv_prefixes *prefixes_of(self, int rule) noexcept
     cdef int set_slots(self, object slot_mapping) except -1
 
 

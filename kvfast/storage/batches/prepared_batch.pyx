@@ -3,11 +3,12 @@
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
+from kvfast.attention.sight cimport kv_member
 from kvfast.core.checks cimport check_integers, rises
-from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, shared_prefixes
+from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, find_prefixes, free_prefixes, kv_prefixes
 from kvfast.storage.memory.pool cimport BlockPool
 
 from kvfast.core.checks import check_size
@@ -44,7 +45,7 @@ cdef class PreparedBatch:
         memset(members, 0, self.num_sequences * sizeof(kv_member))
         for i in range(self.num_sequences):
             member = members + i
-            member.context.table, member.context.length = &self.table[i, 0], self.lens[i]
+            member.context.table, member.context.length, member.length = &self.table[i, 0], self.lens[i], self.lens[i]
             member.first_query, member.num_queries = self.starts[i], self.starts[i + 1] - self.starts[i]
             shareable = member.context.length - member.num_queries
             if rule >= 0:
@@ -53,19 +54,31 @@ cdef class PreparedBatch:
             if member.num_queries <= MAX_SHARED_QUERIES:
                 member.shareable = shareable // self.pool.block_size
 
-    cdef int find_prefixes(self) except -1:
+    def __dealloc__(self):
+        cdef Py_ssize_t i
+        for i in range(self.num_prefixes):
+            free_prefixes(self.prefixes + i)
+        free(self.prefixes)
+
+    cdef int look_for_prefixes(self) except -1:
         """Look for prefixes that sequences share, once for all layers of a rule."""
         cdef kv_member *members = <kv_member *>malloc(self.num_sequences * sizeof(kv_member))
-        if members == NULL:
-            raise MemoryError("cannot allocate a batch")
+        cdef Py_ssize_t count = len(self.pool.rules) + 1, i
         try:
-            self.prefixes = []
-            for rule in (*range(len(self.pool.rules)), -1):
-                self.fill(members, rule)
-                self.prefixes.append(shared_prefixes(members, self.num_sequences, self.pool.block_size))
+            self.prefixes = <kv_prefixes *>calloc(count, sizeof(kv_prefixes))
+            if members == NULL or self.prefixes == NULL:
+                raise MemoryError("cannot allocate a batch")
+            self.num_prefixes = count
+            for i in range(count):
+                self.fill(members, <int>i if i < count - 1 else -1)
+                find_prefixes(members, self.num_sequences, self.pool.block_size, self.prefixes + i)
         finally:
             free(members)
         return 0
+
+    cdef const kv_prefixes *prefixes_of(self, int rule) noexcept:
+        """The prefixes for layers with this `rule`, after `look_for_prefixes`."""
+        return self.prefixes + (rule if rule >= 0 else self.num_prefixes - 1)
 
     cdef int set_slots(self, object slot_mapping) except -1:
         cdef const int64_t[::1] slots

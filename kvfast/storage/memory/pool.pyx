@@ -42,7 +42,7 @@ cdef class BlockPool(BlockMemory):
         self.floats = float_rows_of(self)
         self.to_release = []
         self.workspace = Workspace()
-        self.workspace.secure = secure
+        self.workspace.c.secure = secure
         if buffer is not None:
             sizes = [(self.layouts[i].k.bytes + self.layouts[i].v.bytes) * self.num_kv_heads for i in range(self.num_layers)]
             layers, strides = buffer_layers(buffer, sizes, self.first_blocks)

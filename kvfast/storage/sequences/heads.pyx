@@ -10,10 +10,9 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from kvfast.attention.options cimport Options
-from kvfast.attention.plan cimport Plan, open_plan
 from kvfast.attention.request cimport Request, open_request
-from kvfast.attention.run cimport run_plan
+from kvfast.attention.run cimport answer
+from kvfast.attention.sight cimport kv_member
 from kvfast.attention.tasks cimport kv_own
 from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, change_key_basis, k_offset_of, kv_slab, kv_context, kv_layout
 from kvfast.codec.decode cimport decode_tokens
@@ -227,26 +226,24 @@ def scores(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, bint s
     return array
 
 
-def attend_heads(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, Options options):
+def attend_heads(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, num_threads):
     """`attend` for one query token and `count` KV heads from `head` on."""
     cdef RingTable table = storage.tables[0]
     cdef Heads part
-    cdef Plan plan
     cdef Request request
-    cdef kv_context context
+    cdef kv_member member
+    memset(&member, 0, sizeof(member))
     storage.enter_reading()
     try:
-        table.context(0, &context)
-        if context.length == table.evicted:
+        table.context(0, &member.context)
+        if member.context.length == table.evicted:
             raise ValueError("the cache holds no tokens to attend to")
         part = heads_of(table.pool, head, count)
-        options.read_as(storage.reads_as)
-        request = open_request(&part.layout, q, options)
-        request.c.window = context.length - table.evicted
-        plan = open_plan(request, &part.layout, table.pool.workspace, 1)
-        plan.ask(context.length, 0, 1)
-        plan.add(&context, 0, 1, 0, 0)
-        return run_plan(request, plan)
+        request = open_request(&part.layout, q, {"num_threads": num_threads})
+        request.c.options.precision = storage.reads_as
+        request.c.options.sliding_window = member.context.length - table.evicted
+        member.length, member.num_queries = member.context.length, 1
+        return answer(request, &part.layout, table.pool.workspace, &member, 1)
     finally:
         storage.leave_reading()
 

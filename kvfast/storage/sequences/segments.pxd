@@ -1,5 +1,5 @@
 """Segments of a spliced sequence."""
-from kvfast.attention.plan cimport Plan
+from kvfast.attention.sight cimport kv_member
 from kvfast.storage.tables.block_table cimport BlockTable
 
 
@@ -20,16 +20,6 @@ cdef class Segment:
     cdef Segment part(self, Py_ssize_t begin, Py_ssize_t end)
 
 
-# A sequence in a call of attention, and what its queries see of each segment.
-cdef class SplicedReader:
-    cdef list segments
-    cdef BlockTable live
-    cdef Py_ssize_t which, layer, index, length, first_query, num_queries
-    cdef object spans, parents  # its own, or None
-    cdef str name              # what numbers these in a batch
-    cdef list views            # (segment, whether as sink tokens)
-
-
 cdef FrozenTables share_tables(list tables)
 cdef FrozenTables copy_tables(list tables, list live)
 cdef list cut(list segments, Py_ssize_t begin, Py_ssize_t end)
@@ -39,5 +29,6 @@ cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) ex
 cdef list copied(list segments, list live)
 cdef list rotations_of(object ropes, Py_ssize_t shift)
 cdef object rotated_keys(object k, object rotation)
-cdef int plan_spliced(Plan plan, list readers) except -1
-cdef int ask_spliced(Plan plan, list readers) except -1
+cdef int fill_segments(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t layer, Py_ssize_t index,
+                       kv_member *member) except -1
+cdef void close_members(kv_member *members, Py_ssize_t count) noexcept nogil

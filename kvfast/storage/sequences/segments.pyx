@@ -7,9 +7,9 @@ are merged like those of any other split.
 """
 import numpy as np
 
-from kvfast.attention.plan cimport Plan, no_memory
-from kvfast.attention.tasks cimport kv_query
-from kvfast.codec.blocks cimport kv_context
+from libc.stdlib cimport calloc, free
+
+from kvfast.attention.sight cimport kv_member, kv_segment
 from kvfast.codec.projection import rotated
 from kvfast.core.kernels cimport kv_transform
 from kvfast.storage.tables.block_table cimport BlockTable
@@ -179,73 +179,31 @@ cdef object rotated_keys(object k, object rotation):
     return rotated(k, cos, -sin, interleaved)
 
 
-cdef list _views(Plan plan, SplicedReader reader):
-    """The segments that some query sees, with whether as sink tokens alone.
-
-    A segment that begins as a sequence does is one view, sink tokens and window, so that a query which sees no other has the bits
-    that it has in a sequence that is not spliced. Another segment may have two views.
-    """
-    cdef kv_query oldest, newest
+cdef int fill_segments(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t layer, Py_ssize_t index,
+                       kv_member *member) except -1:
+    """Describe the segments of a layer to attention: `layer` of the tables number `which`, `live` for the newest tokens.
+    `close_members` frees the memory."""
+    cdef kv_segment *one = <kv_segment *>calloc(len(segments), sizeof(kv_segment))
+    cdef BlockTable table
     cdef Segment segment
-    cdef bint has_sinks
-    plan.sees(&oldest, reader.length - reader.num_queries, reader.length)
-    plan.sees(&newest, reader.length - 1, reader.length)
-    views = []
-    for segment in reader.segments if reader.num_queries else ():
-        has_sinks = segment.start < newest.sink_stop
-        if has_sinks and not _begins(segment):
-            views.append((segment, True))
-        if oldest.start < segment.end() and segment.start < newest.stop or has_sinks and _begins(segment):
-            views.append((segment, False))
-    return views
-
-
-cdef inline bint _begins(Segment segment) noexcept:
-    """Whether a segment has the first token of its tables at position 0."""
-    return segment.start == 0 and segment.first == 0
-
-
-cdef inline (Py_ssize_t, Py_ssize_t) _within(Segment segment, Py_ssize_t begin, Py_ssize_t end) noexcept:
-    """The part of a range of positions that lies in a segment."""
-    begin = min(max(begin, segment.start), segment.end())
-    return begin, min(max(end, begin), segment.end())
-
-
-cdef inline bint _is_plain(SplicedReader reader, Segment segment, bint sinks):
-    """Whether a view is read by the first queries of the tokens, which are not rotated."""
-    return not sinks and segment.frozen is None and segment.shift == 0 and segment is reader.segments[-1]
-
-
-cdef int _begin(Plan plan, SplicedReader reader) except -1:
-    """Let the next queries of a plan be those of a sequence."""
-    cdef Py_ssize_t newest = reader.length - (<Segment>reader.segments[-1]).start
-    plan.use_spans(reader.spans, f"spans{reader.name}", reader.length)
-    plan.use_parents(reader.parents, f"parents{reader.name}", reader.num_queries)
-    if plan.num_drafts > newest:
-        raise ValueError(f"parents{reader.name} must have at most {newest} drafts, as many tokens as were appended since the last "
-                         f"splice, got {plan.num_drafts}")
+    if one == NULL:
+        raise MemoryError("cannot allocate the segments of a spliced sequence")
+    member.segments, member.num_segments = one, len(segments)
+    for segment in segments:
+        table = live if segment.frozen is None else segment.frozen.tables[which]
+        table.context(layer, &one.context)
+        one.start, one.first, one.last = segment.start, segment.first, segment.last
+        one.is_newest = segment.frozen is None and segment.shift == 0 and segment is segments[-1]
+        if segment.rotations is not None:
+            _rotate_back(segment.rotations[index], &one.rotation)
+        one += 1
     return 0
 
 
-cdef int plan_spliced(Plan plan, list readers) except -1:
-    """Make room in a call for the queries of some spliced sequences, before any `ask`, and set which positions each of them sees."""
-    cdef SplicedReader reader
-    cdef Segment segment
-    cdef Py_ssize_t rows = plan.given.request.q.tokens, contexts = 1
-    for reader in readers:
-        _begin(plan, reader)
-        reader.views = _views(plan, reader)
-        contexts += len(reader.views) + 1
-        for segment, sinks in reader.views:
-            if not _is_plain(reader, segment, sinks):
-                rows += reader.num_queries
-    if not plan.reserve_queries(rows, contexts + plan.given.request.q.tokens):
-        raise no_memory()
-    for reader in readers:
-        _begin(plan, reader)
-        plan.ask(reader.length, reader.first_query, reader.num_queries)
-    plan.keepalive = plan.keepalive, readers  # with the tables of their rotations
-    return 0
+cdef void close_members(kv_member *members, Py_ssize_t count) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(count):
+        free(<void *>members[i].segments)
 
 
 cdef int _rotate_back(object rotation, kv_transform *transform) except -1:
@@ -254,63 +212,4 @@ cdef int _rotate_back(object rotation, kv_transform *transform) except -1:
     if rotation is not None:
         table, transform.interleaved = rotation
         transform.cos, transform.sin, transform.pairs = &table[0, 0, 0], &table[1, 0, 0], table.shape[2]
-    return 0
-
-
-cdef void _narrow(kv_query *query, Segment segment, bint sinks) noexcept:
-    """Let a query see a segment alone, whose tokens it counts as their tables do; `sinks`: the sink tokens of it."""
-    cdef Py_ssize_t base = segment.start - segment.first, begin, end
-    cdef bint begins = _begins(segment)
-    if sinks or segment.end() <= query.tree:  # a tree lies in the last segment
-        query.ancestors = 0
-    query.tree -= base
-    begin, end = _within(segment, query.start, query.stop)
-    if sinks or begins and begin == end and query.ancestors == 0:
-        begin, end = _within(segment, 0, query.sink_stop)
-        begins = False
-    query.position -= base
-    query.start, query.stop = begin - base, end - base
-    query.sink_stop = min(query.sink_stop, segment.end()) if begins else 0
-
-
-cdef int ask_spliced(Plan plan, list readers) except -1:
-    """Add the items of the sequences of `plan_spliced`."""
-    cdef SplicedReader reader
-    cdef Segment segment
-    cdef Py_ssize_t row, extra = plan.given.request.q.tokens, i, first, last, items, first_item
-    cdef int part
-    cdef bint sinks
-    cdef kv_query *query
-    cdef kv_context context
-    cdef BlockTable table
-    for reader in readers:
-        part, first_item = 0, plan.call.num_items
-        for segment, sinks in reader.views:
-            row = reader.first_query
-            if not _is_plain(reader, segment, sinks):
-                row, extra = extra, extra + reader.num_queries
-            first, last = reader.num_queries, -1  # that see some of it
-            for i in range(reader.num_queries):
-                query = plan.call.queries + row + i
-                query[0] = plan.call.queries[reader.first_query + i]
-                _narrow(query, segment, sinks)
-                if query.start < query.stop or query.ancestors:
-                    first, last = min(first, i), i
-            table = reader.live if segment.frozen is None else segment.frozen.tables[reader.which]
-            table.context(reader.layer, &context)
-            items = plan.call.num_items
-            if plan.given.chosen != NULL:
-                for i in range(reader.num_queries):
-                    if plan.chosen.split(reader.first_query + i, row + i, segment.end(), segment.start - segment.first):
-                        query = plan.call.queries + reader.first_query + i
-                        plan.add(&context, row + i, 1, 0, query.parts)
-                        query.parts += <int>plan.call.items[plan.call.num_items - 1].splits
-            elif first <= last:
-                plan.add(&context, row + first, last + 1 - first, 0, part)
-                if plan.call.num_items == items + 1:
-                    plan.join(first_item)
-            for i in range(items, plan.call.num_items):
-                if segment.rotations is not None:
-                    _rotate_back(segment.rotations[reader.index], &plan.keys[i].rotation)
-                part = max(part, plan.call.items[i].part + <int>plan.call.items[i].splits)
     return 0

@@ -1,13 +1,13 @@
 """All layers of one sequence."""
-from kvfast.attention.options cimport Options
-from kvfast.attention.plan cimport Plan
-from kvfast.attention.request cimport Request, kv_request
+from kvfast.attention.refusals cimport kv_refusal
+from kvfast.attention.request cimport kv_request
+from kvfast.attention.sight cimport kv_member
 from kvfast.storage.sequences.sequence_tables cimport SequenceTables
 from kvfast.storage.tables.block_table cimport BlockTable
 
 
-cdef int fit_window(BlockTable table, kv_request *request) except -1
-cdef int check_held(BlockTable table, Plan plan, Py_ssize_t first_query) except -1
+cdef bint fit_window(BlockTable table, kv_request *request, kv_refusal *refusal) noexcept nogil
+cdef void describe(BlockTable table, Py_ssize_t layer, kv_member *member) noexcept nogil
 
 
 cdef class SequenceStorage(SequenceTables):
@@ -20,5 +20,4 @@ cdef class SequenceStorage(SequenceTables):
     cdef int _copy_blocks(self, SequenceStorage other, begin) except -1
     cdef int _copy_spliced(self, SequenceStorage other, list plans, begin) except -1
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
-    cdef Request _request(self, object index, BlockTable table, Py_ssize_t layer, Options options, q, sink_q, rope_q)
-    cdef Plan _plan(self, object index, BlockTable table, Py_ssize_t layer, Request request)
+    cdef int fill(self, BlockTable table, Py_ssize_t layer, Py_ssize_t index, kv_member *member) except -1

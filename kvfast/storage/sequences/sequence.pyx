@@ -2,18 +2,21 @@
 """The storage of one sequence: append, attend, truncate. The caches are thin layers over it."""
 import numpy as np
 
+from libc.string cimport memset
+
 from kvfast.attention.indexer cimport best_positions
-from kvfast.attention.options cimport Options
-from kvfast.attention.plan cimport Plan, open_plan
-from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request
-from kvfast.attention.run cimport explain_plan, run_plan
+from kvfast.attention.options cimport kvfast_options
+from kvfast.attention.refusals cimport VALUE, kv_refusal, refuse
+from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request, raise_refusal
+from kvfast.attention.run cimport answer
+from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_context, kv_layout, view_of
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_pair, open_rows
 from kvfast.core.checks cimport as_integer, check_count, check_layer
 from kvfast.core.kernels cimport KV_FLOAT32, kv_side
 from kvfast.storage.memory.pool cimport BlockPool
-from kvfast.storage.sequences.segments cimport Segment, SplicedReader, ask_spliced, blocks_of_copies, copied, plan_spliced
+from kvfast.storage.sequences.segments cimport Segment, blocks_of_copies, close_members, copied, fill_segments
 from kvfast.storage.sequences.sequence_tables cimport SequenceTables, rows_at
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.copying cimport CopyPlan, blocks_for, clone_table, copy_table, plan_copy
@@ -23,25 +26,23 @@ from kvfast.core.text import shown
 from kvfast.errors import CacheFullError
 
 
-cdef int fit_window(BlockTable table, kv_request *request) except -1:
+cdef bint fit_window(BlockTable table, kv_request *request, kv_refusal *refusal) noexcept nogil:
     """Fill in the window and sink tokens of a ring's request. It may ask for less than the ring keeps, not for more."""
-    cdef RingTable ring
-    if table.limit(&request.window, &request.num_sink_tokens):
-        return 0
-    ring = table
-    if request.window > ring.window:
-        raise ValueError(f"sliding_window must be at most the {ring.window} tokens that the ring keeps, "
-                         f"got {request.window}")
-    raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
-                     f"got {request.num_sink_tokens}")
+    cdef kvfast_options *options = &request.options
+    if table.limit(&options.sliding_window, &options.num_sink_tokens):
+        return True
+    if options.sliding_window > (<RingTable>table).window:
+        return refuse(refusal, VALUE, b"sliding_window must be at most the {0} tokens that the ring keeps, got {1}",
+                      (<RingTable>table).window, options.sliding_window)
+    return refuse(refusal, VALUE, b"num_sink_tokens must be at most the {0} that the ring keeps, got {1}",
+                  (<RingTable>table).num_sink_tokens, options.num_sink_tokens)
 
 
-cdef int check_held(BlockTable table, Plan plan, Py_ssize_t first_query) except -1:
-    """Check, after `ask`, that the keys of the first query are there."""
-    if not table.holds(plan.call.queries[first_query].start):
-        raise ValueError(f"the first query, at position {plan.call.queries[first_query].position}, needs the keys from "
-                         f"position {plan.call.queries[first_query].start} on, and the ring has dropped some of them")
-    return 0
+cdef void describe(BlockTable table, Py_ssize_t layer, kv_member *member) noexcept nogil:
+    """Describe a layer's tokens to attention, but for those of segments."""
+    table.context(layer, &member.context)
+    member.length, member.uncounted = table.lengths[layer], table.lengths[layer] - table.length
+    member.held_from = table.held_from()
 
 
 cdef class SequenceStorage(SequenceTables):
@@ -97,16 +98,41 @@ cdef class SequenceStorage(SequenceTables):
         finally:
             self._leave()
 
-    def attend(self, index, q, sink_q, Options options, rope_q=None):
-        cdef Py_ssize_t layer
+    def attend(self, index, q, dict options, sink_q=None, Py_ssize_t made_for=-1):
+        """The output of `attend`, or for imagined queries its AttendPlan. `sink_q`: queries for the sink tokens. `made_for`: the layer
+        length that queries were rotated for; -1: any."""
+        cdef Py_ssize_t layer, held
         cdef BlockTable table = self._table(index, &layer)
         cdef Request request
+        cdef kv_refusal refusal
+        cdef kv_member member
+        memset(&member, 0, sizeof(member))
         self.enter_reading()
         try:
-            request = self._request(index, table, layer, options, q, sink_q, rope_q)
-            return run_plan(request, self._plan(index, table, layer, request))
+            held = table.lengths[layer] + self.base
+            if made_for >= 0 and made_for != held:
+                raise RuntimeError(f"another thread has changed layer {index}: it held {made_for} tokens, and holds {held} now")
+            request = open_request(&table.pool.layouts[layer], q, options, sink_q)
+            request.of = f"layer {index}"
+            request.read_as(self.reads_as)
+            if not fit_window(table, &request.c, &refusal):
+                raise_refusal(&refusal, request)
+            self.fill(table, layer, check_layer(index, self.num_layers), &member)
+            member.num_queries = request.c.q.tokens
+            return answer(request, &table.pool.layouts[layer], table.pool.workspace, &member, 1, NULL, 0, str(table.pool.formats[layer])
+                          if request.c.q.data == NULL else None)
         finally:
+            close_members(&member, 1)
             self.leave_reading()
+
+    cdef int fill(self, BlockTable table, Py_ssize_t layer, Py_ssize_t index, kv_member *member) except -1:
+        """Describe the tokens of a layer to attention, with their segments, which `close_members` frees."""
+        describe(table, layer, member)
+        if self.segments is not None:
+            member.length += self.base
+            member.held_from = 0
+            fill_segments(self.all_segments(table.lengths[layer]), table, self.tables.index(table), layer, index, member)
+        return 0
 
     def top_k(self, index, q, weights, k, num_threads):
         cdef Py_ssize_t layer
@@ -125,56 +151,11 @@ cdef class SequenceStorage(SequenceTables):
         finally:
             self.leave_reading()
 
-    def explain(self, index, q, num_q_heads, dtype, Options options):
+    def explain(self, index, q, num_q_heads, dtype, dict options):
         """The AttendPlan of `attend` for an array, a shape, or a number of tokens."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &table.pool.layouts[layer])
-        cdef Request request
-        self.enter_reading()
-        try:
-            request = self._request(index, table, layer, options, rows, None, None)
-            return explain_plan(request, self._plan(index, table, layer, request), str(table.pool.formats[layer]))
-        finally:
-            self.leave_reading()
-
-    cdef Request _request(self, object index, BlockTable table, Py_ssize_t layer, Options options, q, sink_q, rope_q):
-        """Open a request of a layer, which must hold tokens, and the number that queries were rotated for."""
-        cdef Py_ssize_t held = table.lengths[layer] + self.base
-        if options.made_for >= 0 and options.made_for != held:
-            raise RuntimeError(f"another thread has changed layer {index}: it held {options.made_for} tokens, and holds {held} now")
-        if held == 0:
-            raise ValueError(f"layer {index} holds no tokens to attend to")
-        options.read_as(self.reads_as)
-        return open_request(&table.pool.layouts[layer], q, options, sink_q, rope_q)
-
-    cdef Plan _plan(self, object index, BlockTable table, Py_ssize_t layer, Request request):
-        """What a request reads of a layer."""
-        cdef Plan plan
-        cdef kv_context context
-        cdef SplicedReader reader
-        table.context(layer, &context)
-        if request.c.q.tokens > context.length + self.base:
-            raise ValueError(f"q must hold at most the {context.length + self.base} tokens of layer {index}, got {request.c.q.tokens}")
-        fit_window(table, &request.c)
-        plan = open_plan(request, &table.pool.layouts[layer], table.pool.workspace, 1)
-        plan.uncounted = table.lengths[layer] - table.length
-        if self.segments is not None:
-            reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, request.c.q.tokens)
-            reader.spans, reader.parents, reader.name = request.spans, request.parents, ""
-            plan_spliced(plan, [reader])
-            plan.choose(request)
-            ask_spliced(plan, [reader])
-            return plan
-        if request.spans is not None:
-            plan.use_spans(request.spans, "spans", context.length)
-        if request.parents is not None:
-            plan.use_parents(request.parents, "parents", request.c.q.tokens)
-        plan.ask(context.length, 0, request.c.q.tokens)
-        check_held(table, plan, 0)
-        plan.choose(request)
-        plan.add(&context, 0, request.c.q.tokens, 0, 0)
-        return plan
+        return self.attend(index, imagined_rows(q, num_q_heads, dtype, &table.pool.layouts[layer]), options)
 
     # `begin` is a callback for the owner's own bookkeeping (token ids). It runs while the pool is entered, after the last step
     # that can fail.

@@ -1,6 +1,6 @@
 """The tables of a sequence, and its segments."""
 from kvfast.storage.memory.pool cimport BlockPool
-from kvfast.storage.sequences.segments cimport Segment, SplicedReader
+from kvfast.storage.sequences.segments cimport Segment
 from kvfast.storage.tables.block_table cimport BlockTable
 
 
@@ -27,8 +27,6 @@ cdef class SequenceTables:
     cdef int leave_reading(self) except -1
 
     cdef list all_segments(self, Py_ssize_t end)
-    cdef SplicedReader reader(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, Py_ssize_t first_query,
-                              Py_ssize_t num_queries)
     cdef int set_segments(self, list segments, Py_ssize_t base, object ropes) except -1
     cdef list known_segments(self)
     cdef SequenceTables give_segments(self, SequenceTables storage, bint copies)

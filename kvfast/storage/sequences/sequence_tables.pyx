@@ -10,7 +10,7 @@ from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.checks cimport check_count, check_layer
 from kvfast.core.kernels cimport parse_precision
 from kvfast.storage.memory.pool cimport BlockPool
-from kvfast.storage.sequences.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, rotated_keys
+from kvfast.storage.sequences.segments cimport FrozenTables, Segment, copied, cut, frozen_of, narrowed, rotated_keys
 from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.core.checks import check_choice
@@ -159,14 +159,6 @@ cdef class SequenceTables:
         newest.start = (<Segment>known[-1]).end() if known else 0
         newest.first, newest.last = newest.start - self.base, end
         return known + [newest] if newest.first < newest.last else known
-
-    cdef SplicedReader reader(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, Py_ssize_t first_query,
-                              Py_ssize_t num_queries):
-        cdef SplicedReader reader = SplicedReader.__new__(SplicedReader)
-        reader.segments, reader.live, reader.which = self.all_segments(table.lengths[layer]), table, self.tables.index(table)
-        reader.layer, reader.index, reader.length = layer, index, table.lengths[layer] + self.base
-        reader.first_query, reader.num_queries = first_query, num_queries
-        return reader
 
     cdef SequenceTables give_segments(self, SequenceTables storage, bint copies):
         """A storage with tables like those of this one, and with its segments."""

@@ -22,7 +22,7 @@ cdef class BlockTable:
     cdef Py_ssize_t num_uncounted(self) noexcept nogil
     cdef Py_ssize_t num_slots(self) noexcept nogil
     cdef Py_ssize_t num_held(self) noexcept nogil
-    cdef bint holds(self, Py_ssize_t position) noexcept nogil
+    cdef Py_ssize_t held_from(self) noexcept nogil
     cdef int seal_full(self, Py_ssize_t n) except -1
     cdef int advance(self, Py_ssize_t n) except -1
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil

@@ -49,13 +49,13 @@ cdef class BlockTable:
         """Complete tokens, without those that were evicted on request; see `RingTable`."""
         return self.length
 
-    cdef bint holds(self, Py_ssize_t position) noexcept nogil:
-        """Whether all positions from this one on are still there."""
-        return True
+    cdef Py_ssize_t held_from(self) noexcept nogil:
+        """The first position from which on all tokens are still there."""
+        return 0
 
     def knowable_block(self, Py_ssize_t index):
         """The full block with this index, or -1 if a token of it is gone or has no codes: a sequence that finds it reads codes."""
-        if not self.holds(index * self.pool.block_size) or self.pool.is_patched(self.map.block(index)):
+        if index * self.pool.block_size < self.held_from() or self.pool.is_patched(self.map.block(index)):
             return -1
         return self.map.block(index)
 
@@ -297,7 +297,8 @@ cdef class BlockTable:
         return 0
 
     cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
-        """Limit a window (0: none) and a number of sinks (-1: any) to what the table keeps; False if they need more."""
+        """Limit a window (0: none) and a number of sink tokens (0: those of the table, -1: none) to what the table keeps; False if they
+        need more."""
         return True
 
     cdef int check_truncate(self, Py_ssize_t n) except -1:

@@ -38,7 +38,7 @@ cdef class RingTable(BlockTable):
             return False
         if window[0] == 0:
             window[0] = self.window
-        if num_sink_tokens[0] < 0:
+        if num_sink_tokens[0] == 0:
             num_sink_tokens[0] = self.num_sink_tokens
         return True
 
@@ -139,12 +139,12 @@ cdef class RingTable(BlockTable):
             raise ValueError(f"the state of a ring must fit the {skipped} blocks that it has dropped, got {shown(state)}")
         return (length + size - 1) // size - skipped
 
-    cdef bint holds(self, Py_ssize_t position) noexcept nogil:
-        return position >= self.evicted or self.evicted <= self.num_sink_tokens
+    cdef Py_ssize_t held_from(self) noexcept nogil:
+        return self.evicted if self.evicted > self.num_sink_tokens else 0
 
     cdef int check_truncate(self, Py_ssize_t n) except -1:
         """Going back is exact as long as the window of n tokens is still held."""
-        if n > 0 and not self.holds(self.oldest(n)):
+        if n > 0 and self.oldest(n) < self.held_from():
             raise ValueError(f"cannot go back to {n} tokens: of {self.length}, a window of {self.window} with a "
                              f"rollback of {self.rollback} can be restored down to {self.evicted + self.window}")
         return 0

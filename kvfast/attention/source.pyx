@@ -50,8 +50,8 @@ cdef void open_rows(kv_task *task) noexcept nogil:
         own.tokens[r] = kv_query_of(task.call, task.item, task.first_row + r)
         own.q_heads[r] = task.head * task.call.group + (task.first_row + r) % task.call.group
         own.query_at[r] = task.call.queries[own.tokens[r]].position
-        if given.request.slopes != NULL:
-            own.slopes[r] = given.request.slopes[own.q_heads[r]]
+        if given.request.options.alibi_slopes != NULL:
+            own.slopes[r] = given.request.options.alibi_slopes[own.q_heads[r]]
 
 
 cdef void read(kv_task *task) noexcept nogil:

@@ -50,7 +50,19 @@ def test_options(isa, rng, dtype):
     cache = make(rng, 64, 32, 200, dtype)
     q = rows(rng, 3, 32, 96)
     latent = cache.get_latent(0)
-    for options in ({"causal": False}, {"softcap": 3.0}, {"scale": -0.1}, {"scale": 0.3}, {}):
+    for options in (
+        {"causal": False},
+        {"softcap": 3.0},
+        {"scale": -0.1},
+        {"scale": 0.3},
+        {},
+        {"sliding_window": 50, "num_sink_tokens": 5, "sinks": rows(rng, 32)},
+        {"attention_chunk_size": 64, "alibi_slopes": rng.random(32)},
+        {"spans": [[10, 30], [150, 200]], "sliding_window": 20},
+        {"spans": [[150, 200]], "sliding_window": 20, "clamp_spans": True},
+        {"parents": [-1, 0, 0]},
+        {"chosen": [[7, 0, 190], [20, 150, 3], [199, 5, -1]]},
+    ):
         scale = options.get("scale", 96**-0.5)
         others = {name: value for name, value in options.items() if name != "scale"}
         expected, _ = oracle(q, latent, 64, scale, **others)

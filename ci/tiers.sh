@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 for tier in ${TIERS:-$(python -c 'import kvfast; print(*kvfast.available_isas())')}; do
     echo "== $tier"
-    KVFAST_ISA=$tier python -m pytest -q -p no:cacheprovider tests/*/test_{threads,cache,ring,paged,cache_machine,fused}.py "$@"
+    KVFAST_ISA=$tier python -m pytest -q -p no:cacheprovider tests/*/test_{threads,cache,ring,paged,fuzz_caches,fused}.py "$@"
 done
 if [ -z "${TIERS:-}" ] && command -v qemu-x86_64 >/dev/null; then
     python -m pytest -q -p no:cacheprovider --exhaustive tests/core/test_dispatch.py "$@"

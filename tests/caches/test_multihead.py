@@ -1,6 +1,5 @@
 """MultiHeadKVCache against NumPy in float64: every width, codebook, head_dim and tier; what it holds, and what it refuses."""
 
-import copy
 import json
 import pickle
 
@@ -8,9 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from reference import attention, relative_error
-from selection import cases_of_machine
+from reference import attention
 
 import kvfast
 from kvfast import DimensionMismatchError, MultiHeadKVCache, NonFiniteInputError
@@ -206,113 +203,6 @@ class TestSizes:
         assert cache.head_dim == 32 and cache.config == MultiHeadConfig(32, 3, seed=7)
         with pytest.raises(AttributeError):
             cache.config.bits = 4
-
-
-class Machine(RuleBasedStateMachine):
-    """Against lists of what was decoded when it was pushed: nothing that is done later changes it."""
-
-    @initialize(dim=st.sampled_from([1, 5, 16, 48]), bits=st.sampled_from(BITS), heads=st.integers(1, 3), seed=st.integers(0, 99))
-    def open(self, dim, bits, heads, seed):
-        self.rng = np.random.default_rng(seed)
-        self.cache = MultiHeadKVCache(heads, MultiHeadConfig(dim, bits, seed=seed, num_q_heads=2 * heads))
-        self.keys, self.values, self.snapshots = [], [], []
-
-    def row(self):
-        return self.rng.standard_normal((self.cache.num_heads, self.cache.head_dim), np.float32)
-
-    @rule(n=st.integers(1, 40))
-    def push(self, n):
-        for _ in range(n):
-            k, v = self.row(), self.row()
-            self.cache.push_token(k, v)
-        new_keys, new_values = self.cache.k()[-n:], self.cache.v()[-n:]
-        self.keys.extend(new_keys), self.values.extend(new_values)
-        assert relative_error(new_keys[-1].ravel(), k.ravel()) < 1 and relative_error(new_values[-1].ravel(), v.ravel()) < 1
-
-    @rule(n=st.integers(1, 150))
-    def push_many(self, n):
-        k, v = (np.stack([self.row() for _ in range(n)]) for _ in "kv")
-        one_by_one = self.cache.copy()
-        self.cache.push_tokens(k, v)
-        for pair in zip(k, v):
-            one_by_one.push_token(*pair)
-        assert np.array_equal(self.cache.k(), one_by_one.k())
-        assert np.array_equal(self.cache.v(), one_by_one.v())
-        self.keys.extend(one_by_one.k()[-n:]), self.values.extend(one_by_one.v()[-n:])
-
-    @rule(n=st.integers(0, 150))
-    def truncate(self, n):
-        if n > len(self.keys):
-            with pytest.raises(ValueError, match=f"between 0 and the {len(self.keys)} tokens"):
-                self.cache.truncate(n)
-            return
-        self.cache.truncate(n)
-        del self.keys[n:], self.values[n:]
-
-    @rule()
-    def take_a_snapshot(self):
-        self.snapshots.append((self.cache.snapshot(), list(self.keys), list(self.values)))
-
-    @precondition(lambda self: self.snapshots)
-    @rule(which=st.integers(0, 99), way=st.sampled_from(["same", "copied", "bytes", "state", "another"]))
-    def restore(self, which, way):
-        snapshot, keys, values = self.snapshots[which % len(self.snapshots)]
-        if way == "bytes":
-            snapshot = kvfast.Snapshot.from_bytes(snapshot.to_bytes())
-        elif way == "state":
-            snapshot = kvfast.Snapshot.from_state_dict(snapshot.state_dict())
-        if way == "copied":
-            self.cache = kvfast.load(snapshot)
-        elif way == "another":
-            self.cache = MultiHeadKVCache(self.cache.num_heads, self.cache.config)
-        self.cache.restore(snapshot)
-        self.keys, self.values = list(keys), list(values)
-
-    @rule(values=st.booleans(), bad=st.sampled_from([np.nan, np.inf, -np.inf, 7e35]), at=st.integers(0, 1 << 20))
-    def push_what_is_refused(self, values, bad, at):
-        given = [self.row(), self.row()]
-        given[values].flat[at % given[0].size] = bad
-        used = self.cache.nbytes_used
-        with pytest.raises(NonFiniteInputError):
-            self.cache.push_token(*given)
-        with pytest.raises(DimensionMismatchError):
-            self.cache.push_token(given[not values], given[not values][:-1] if at % 2 else given[not values][:, :-1])
-        assert self.cache.nbytes_used == used
-
-    @rule(window=st.integers(0, 150))
-    def evict(self, window):
-        dropped = max(0, len(self.keys) - window)
-        assert self.cache.evict_outside_window(window) == dropped
-        del self.keys[:dropped], self.values[:dropped]
-
-    @rule()
-    def clear(self):
-        self.cache.clear()
-        self.keys, self.values = [], []
-
-    @rule(way=st.sampled_from([MultiHeadKVCache.copy, copy.copy, copy.deepcopy]))
-    def go_on_with_a_copy(self, way):
-        other = way(self.cache)
-        self.cache.push_token(self.row(), self.row())
-        self.cache.evict_outside_window(1)
-        self.cache = other
-
-    @precondition(lambda self: self.keys)
-    @rule()
-    def attend(self):
-        agree(self.cache, self.rng.standard_normal((self.cache.num_q_heads, self.cache.head_dim)).astype(np.float32))
-
-    @invariant()
-    def holds_what_was_pushed(self):
-        assert len(self.cache) == len(self.keys) == len(self.cache.head(0))
-        if self.keys:
-            assert np.array_equal(self.cache.k(), self.keys)
-            assert np.array_equal(self.cache.v(), self.values)
-        else:
-            assert self.cache.k().shape == (0, self.cache.num_heads, self.cache.head_dim)
-
-
-TestMachine, TestMachineLonger = cases_of_machine(Machine, max_examples=40, steps=25)
 
 
 ONES = np.ones((3, 4), np.float32)

@@ -33,6 +33,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
+from fuzz_blocks import BlocksWorld
 from fuzz_forged import ForgedWorld
 from fuzz_inputs import often, one_of
 from fuzz_layers import LayersWorld
@@ -61,7 +62,7 @@ WORLDS = {
     CompressedWorld: 2,
 }
 # Those that came later have a share of all cases. The other cases stay what they were.
-LATER = {Twins: 8, PreparedWorld: 5, TenantsWorld: 6, SecretWorld: 1, SplicedWorld: 4, ForgedWorld: 10, LayersWorld: 8}
+LATER = {Twins: 8, PreparedWorld: 5, TenantsWorld: 6, SecretWorld: 1, SplicedWorld: 4, ForgedWorld: 10, LayersWorld: 8, BlocksWorld: 8}
 SHARE = 0.4
 
 # Seconds of processors for a case: a busy machine is not a finding. Denormals take a hundred times as long as other numbers, and
@@ -88,8 +89,8 @@ class Case:
     def __init__(self, seed, number, loud=False):
         self.rng, self.number, self.loud = np.random.default_rng([seed, number]), number, loud
         # For choices that came later, so that the others stay the same.
-        streams = (np.random.default_rng([seed, number, i]) for i in range(1, 6))
-        self.later, self.widths, self.newest, self.precision, self.threads = streams
+        streams = (np.random.default_rng([seed, number, i]) for i in range(1, 7))
+        self.later, self.widths, self.newest, self.precision, self.threads, self.fresh = streams
         self.calls, self.log = 0, []
 
     def note(self, *did):

@@ -7,8 +7,9 @@ import ml_dtypes
 import numpy as np
 from dict_store import DictStore
 from fuzz_inputs import as_given, often, one_of, random_choice, told
-from fuzz_oracle import Finding, allowed, check_output, contract, exact_attention, from_storage, norms, open_tokens
+from fuzz_oracle import Finding, allowed, check_output, contract, from_storage, open_tokens
 from fuzz_refusals import check_uncounted
+from reference import exact_attention, norms
 
 import kvfast
 

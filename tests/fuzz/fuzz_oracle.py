@@ -1,14 +1,13 @@
-"""What `fuzz_caches` holds caches to: bounds of what is stored, and exact attention, in float64 and from the inputs alone.
+"""What `fuzz_caches` holds caches to: bounds of what is stored, and of attention over it, from the inputs alone.
 
 The bounds are those that docs/concepts/precision.md and formats.md promise, worked out for each format; none of them is
 taken from what the code gives.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import numpy as np
-from reference import among, tree
+from reference import norms
 
 INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
 NOTHING = 1e-28  # queries and values below may count as nothing
@@ -36,12 +35,6 @@ class Finding(AssertionError):
     def __init__(self, signature, told=""):
         super().__init__(f"{signature}: {told}" if told else signature)
         self.signature = signature
-
-
-def norms(rows, keepdims=False):
-    """Norms over the last axis; numpy.linalg.norm takes three times as long."""
-    squares = np.sqrt(np.einsum("...i,...i", rows, rows))
-    return squares[..., None] if keepdims else squares
 
 
 @functools.cache
@@ -153,108 +146,6 @@ class Side:
 def _worst(got, given, error):
     at = np.unravel_index(np.argmax(error), got.shape)
     return f"element {tuple(map(int, at))} is {got[at]:.7g}, given {given[at]:.7g}"
-
-
-class Exact(NamedTuple):
-    """Attention in float64, and what its bounds are relative to."""
-
-    out: Any  # (queries, query heads, dim)
-    lse: Any  # (queries, query heads)
-    norm: Any  # (queries, query heads): what an error of the output is relative to
-    spread: Any  # the same of how far they are from the output
-    largest: Any  # largest score, by itself
-    reach: Any  # the largest that it could be of a query and keys of these norms
-    weighted: Any  # the norms of values, by their weights
-
-
-def exact_attention(
-    q,
-    k,
-    v,
-    positions,
-    at,
-    *,
-    scale=None,
-    causal=True,
-    softcap=None,
-    sliding_window=None,
-    num_sink_tokens=0,
-    sinks=None,
-    alibi_slopes=None,
-    attention_chunk_size=None,
-    spans=None,
-    clamp_spans=False,
-    parents=None,
-    chosen=None,
-    chosen_run=1,
-):
-    """Attention of queries at the positions `at` to keys at `positions`; otherwise as `reference.attention`."""
-    q, k, v = (one.astype(np.float64) for one in (q, k, v))
-    n, num_q_heads, dim = q.shape
-    length, heads = k.shape[:2]
-    group = num_q_heads // heads
-    scale = dim**-0.5 if scale is None else scale
-    q = q.reshape(n, heads, group, dim).transpose(1, 2, 0, 3)
-    score = scale * (q @ k.transpose(1, 2, 0)[:, None])  # (heads, group, queries, keys)
-    size = np.abs(score)
-    reach = np.abs(scale) * norms(q) * norms(k).max(0)[:, None, None]
-    if softcap:
-        score = softcap * np.tanh(score / softcap)
-        size = np.abs(score)
-    rows = positions
-    if parents:
-        places, keys, unrelated = tree(int(positions[-1]) + 1, n, parents)
-        at, positions, unrelated = places[:, 0], keys[0][rows], unrelated[:, rows]
-    distance = positions[None] - at[:, None]
-    if alibi_slopes is not None:
-        slope = np.asarray(alibi_slopes, np.float64).reshape(heads, group, 1, 1)
-        score = score + slope * distance
-        size = size + np.abs(slope * distance)
-    gone = np.zeros((n, length), bool)
-    if sliding_window:
-        gone |= (distance <= -sliding_window) & (positions >= (num_sink_tokens or 0))
-    if attention_chunk_size:
-        first = at[:, None] // attention_chunk_size * attention_chunk_size
-        gone |= (positions[None] < first) & (positions >= (num_sink_tokens or 0))
-    hidden = gone | (distance > 0) if causal else gone
-    for start, stop in spans or ():
-        hidden = hidden & ~np.logical_and.outer((start <= at) & (at < stop), (start <= positions) & (positions < stop))
-    if clamp_spans:
-        hidden = hidden | gone
-    if parents:
-        hidden = hidden | unrelated
-    if chosen is not None:
-        hidden = hidden | ~among(rows, chosen, chosen_run)[:, None]
-    score, size = np.where(hidden, -np.inf, score), np.where(hidden, 0, size)
-    top, largest = score.max(-1), size.max(-1)
-    if sinks is not None:
-        logit = np.asarray(sinks, np.float64).reshape(heads, group, 1)
-        top, largest = np.maximum(top, logit), np.maximum(largest, np.abs(logit))
-    weight = np.exp(score - top[..., None])
-    total = weight.sum(-1)
-    if sinks is not None:
-        total = total + np.exp(logit - top)
-    weight /= total[..., None]
-    v = v.transpose(1, 0, 2)[:, None]
-    out = weight @ v
-    sizes = norms(v)  # (heads, 1, keys)
-    square = (out**2).sum(-1)
-    spread = (weight * sizes[:, :, None] ** 2).sum(-1) + (weight.sum(-1) - 2) * square
-    lse = top + np.log(total)
-    # The norm of the output, which is at least what it were if values had nothing to do with each other; where they nearly
-    # cancel, so that it is less than half of that, their mean norm. What weighs less than a ten-thousandth of all, next to values near 0, need not be as precise.
-    weighted, norm = weight * sizes[:, :, None], np.sqrt(square)
-    apart = norms(weighted)
-    norm = np.where(norm < 0.5 * apart, weighted.sum(-1), np.maximum(norm, apart))
-    norm = np.maximum(norm, 1e-4 * sizes.max(-1)[..., None])
-    back = (
-        out.transpose(2, 0, 1, 3).reshape(n, num_q_heads, -1),
-        *(
-            one.transpose(2, 0, 1).reshape(n, num_q_heads)
-            for one in (lse, norm, np.sqrt(np.maximum(spread, 0)), largest, np.maximum(reach, largest), weighted.sum(-1))
-        ),
-    )
-    return Exact(*back)
 
 
 def contract(sides):

@@ -1,9 +1,13 @@
 """What `fuzz_caches` does to everything but caches of whole sequences: heads, plain arrays, compressed tokens."""
 
+import copy
+
 import numpy as np
 from fuzz_histories import World
 from fuzz_inputs import DIMS, Rows, as_given, often, one_of, random_dim, random_dims, random_format, told
-from fuzz_oracle import Finding, Side, allowed, check_output, exact_attention, norms
+from fuzz_oracle import Finding, Side, allowed, check_output
+from fuzz_refusals import bits, check_refused
+from reference import exact_attention, norms
 
 import kvfast
 from kvfast.caches.multi_head import MultiHeadConfig
@@ -26,17 +30,19 @@ class HeadsWorld(World):
         cache, source = kvfast.MultiHeadKVCache(heads, config), Rows(rng, [form], 1, heads, dim, dim)
         signs = signs_of(config.seed, heads, dim) if config.rotation else np.ones((heads, dim))
         sides, kept = [Side(form, False), Side(form, True)], [np.empty((0, heads, dim), np.float32)] * 2
+        seen, taken = kept, []  # rows as they were first decoded; snapshots
         where = f"{self.name} {told(form)}"
         for _ in range(int(rng.integers(1, 6))):
             k, v = source.take(int(one_of(rng, [1, 5, 16, 33, 70])))[0]
             for pair in zip(k, v):
                 cache.push_token(*pair)
             kept = [np.concatenate(pair) for pair in zip(kept, (k, v))]
+            seen = [np.concatenate([before, got[-len(k) :]]) for before, got in zip(seen, (cache.k(), cache.v()))]
             if often(rng, 0.3):
                 window = int(rng.integers(1, len(kept[0]) + 20))
                 if cache.evict_outside_window(window) != max(len(kept[0]) - window, 0):
                     raise Finding(f"evict_outside_window | {where}")
-                kept = [one[-window:] for one in kept]
+                kept, seen = ([one[-window:] for one in both] for both in (kept, seen))
             if often(rng, 0.2):
                 cache = cache.copy()
             self.case.calls += len(k) + 4
@@ -55,6 +61,70 @@ class HeadsWorld(World):
             error = np.linalg.norm(one - exact.out[0, head * group : (head + 1) * group], axis=-1)
             if (error > allowed(exact, 1e-3)[0][0, head * group : (head + 1) * group]).any():
                 raise Finding(f"attend of one head | {where}")
+            if often(self.case.fresh, 0.7):
+                cache, state = self.change(cache, source, [*kept, *seen], taken)
+                kept, seen = state[:2], state[2:]
+
+    def change(self, cache, source, state, taken):
+        """Whatever is done to a cache, its tokens stay what they were when they were pushed: given and decoded keys and values."""
+        fresh, n = self.case.fresh, len(state[0])
+        way = str(
+            one_of(fresh, ["truncate", "snapshot", "restore", "restore", "refuse", "refuse", "evict", "clear", "copy", "many", "many"])
+        )
+        k, v = source.take(int(one_of(fresh, [2, 17, 70])))[0]
+        self.case.note(way, n)
+        if way == "truncate":
+            n = int(fresh.integers(n + 1))
+            cache.truncate(n)
+            state = [one[:n] for one in state]
+        elif way == "snapshot":
+            taken.append((cache.snapshot(), state))
+        elif way == "restore" and taken:
+            snapshot, state = one_of(fresh, taken)
+            how = str(one_of(fresh, ["same", "load", "bytes", "state", "another"]))
+            if how == "bytes":
+                snapshot = kvfast.Snapshot.from_bytes(snapshot.to_bytes())
+            elif how == "state":
+                snapshot = kvfast.Snapshot.from_state_dict(snapshot.state_dict())
+            if how in ("load", "another"):
+                cache = kvfast.load(snapshot) if how == "load" else kvfast.MultiHeadKVCache(cache.num_heads, cache.config)
+            cache.restore(snapshot)
+        elif way == "refuse":
+            self.refuse(cache, [k[0], v[0]], fresh)
+        elif way == "evict":
+            window = int(fresh.integers(n + 20))
+            if cache.evict_outside_window(window) != max(0, n - window):
+                raise Finding("evict_outside_window | a history of heads")
+            state = [one[max(0, n - window) :] for one in state]
+        elif way == "clear":
+            cache.clear()
+            state = [one[:0] for one in state]
+        elif way == "copy":
+            other = one_of(fresh, [type(cache).copy, type(cache).fork, copy.copy, copy.deepcopy])(cache)
+            cache.push_token(k[0], v[0])
+            cache.evict_outside_window(1)
+            cache = other
+        elif way == "many":
+            other = cache.copy()
+            for pair in zip(k, v):
+                other.push_token(*pair)
+            cache.push_tokens(k, v)
+            state = [np.concatenate([one, more]) for one, more in zip(state, (k, v, other.k()[n:], other.v()[n:]))]
+        if len(cache) != len(state[0]) or bits(cache.k()) != bits(state[2]) or bits(cache.v()) != bits(state[3]):
+            raise Finding(f"heads hold other tokens than were pushed | {way}")
+        return cache, state
+
+    def refuse(self, cache, given, rng):
+        side = int(rng.integers(2))
+        good, given[side] = given[1 - side], given[side].copy()
+        given[side].flat[int(rng.integers(given[side].size))] = one_of(rng, [np.nan, np.inf, -np.inf, 7e35])
+        look = lambda: {"bytes": cache.nbytes_used, "rows": (bits(cache.k()), bits(cache.v()))}
+        for name, call in (
+            ("push of what is not finite", lambda: cache.push_token(*given)),
+            ("push of other shapes", lambda: cache.push_token(good, good[:-1] if rng.integers(2) else good[:, :-1])),
+            ("truncate", lambda: cache.truncate(len(cache) + 1)),
+        ):
+            check_refused(name, call, look)
 
 
 class PlainWorld(World):

@@ -133,6 +133,7 @@ class PoolWorld(SingleWorld):
                 track.append(layer, k[:found], v[:found])
             track.length = track.longest = found
             track.coded, track.lossy = ([found] * len(self.formats) for _ in range(2))
+            track.lost = [0] * len(self.formats)  # the floats of another sequence, which may have gone back
         held = Held(cache, track, self.source(), (ids, rows))
         if often(rng, 0.7):  # at once, so that others find it
             self.grow(held, len(ids) - found)

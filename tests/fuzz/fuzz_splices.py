@@ -1,14 +1,17 @@
 """Caches put together from chunks for `fuzz_caches`: documents one after another, some of whose tokens are computed again."""
 
 import contextlib
+import gc
 
 import numpy as np
 from fuzz_histories import NO_DIFFERENCE, Held
 from fuzz_inputs import often, one_of
-from fuzz_oracle import Finding, Side, check_output, contract, exact_attention
+from fuzz_oracle import Finding, Side, check_output, contract
 from fuzz_refusals import bits
 from fuzz_twins import MOST_ALIKE, bits_of
 from fuzz_worlds import SingleWorld
+from reference import exact_attention, relative_error
+from rotated_reference import error_of, turn
 
 import kvfast
 
@@ -16,13 +19,15 @@ DOCUMENTS = [1, 5, 17, 40, 64, 65, 100, 130]
 
 
 class SplicedWorld(SingleWorld):
-    """Documents in one cache: keys as they are shown, values as they were given, and each query by itself."""
+    """Documents in one cache: keys that are rotated again in float64, values as they were given, and each query by itself."""
 
     name = "spliced KVCache"
 
     def __init__(self, case):
         super().__init__(case)
         self.settings["max_seq_len"] = None
+        if often(case.fresh, 0.5):  # those that `check_rows` takes
+            self.held[0].source.flavour, self.held[0].source.size = "plain", 1
         # Without a rotation the rows of a document are those of its own cache, and with one its values.
         self.rope = kvfast.Rope() if self.dims[0] % 2 == 0 and often(self.rng, 0.5) else None
         self.pool = None
@@ -65,16 +70,35 @@ class SplicedWorld(SingleWorld):
                 held.cache.truncate(n)
                 held.track.truncate(n)
             else:
-                self.case.note("fork")
-                fork = held.cache.fork()
+                how = str(one_of(self.case.fresh, ["fork", "copy", "restore"]))
+                self.case.note(how)
+                fork = self.again(held.cache, how)
                 kept.append((fork, self.shown(fork)))
+                if kept[-1][1] != self.shown(held.cache):
+                    raise Finding(f"a spliced cache has other rows | {how}")
+                if often(self.case.fresh, 0.5):
+                    held.cache, kept[-1] = fork, (held.cache, kept[-1][1])
             self.attend_all(held)
             for fork, before in kept:
                 if self.shown(fork) != before:
                     raise Finding("a fork of a spliced cache is not what it was")
         self.convert(held)
+        held = fork = None
+        kept.clear()
+        gc.collect(0)
+        if self.pool is not None and self.pool.num_free_blocks != self.pool.num_blocks:
+            raise Finding("a spliced cache keeps blocks that nobody has", f"{self.pool.num_blocks - self.pool.num_free_blocks}")
+
+    def again(self, cache, how):
+        if how != "restore":
+            return getattr(cache, how)()
+        other = self.document(0).cache
+        other.restore(cache.snapshot())
+        return other
 
     def cut(self, held, first, last):
+        for pair in held.track.rows:
+            pair[0] = np.concatenate([pair[0][:last], self.moved(pair[0][last:], first - last)])
         held.track.rows = [[np.delete(side, slice(first, last), 0) for side in pair] for pair in held.track.rows]
         held.track.length -= last - first
 
@@ -93,9 +117,23 @@ class SplicedWorld(SingleWorld):
         chunks = [one.cache if often(rng, 0.5) else one.cache.snapshot() for one in documents]
         held.cache.splice(*chunks, rope=self.rope, recomputed=again)
         for one in documents:
-            for pair, rows in zip(held.track.rows, one.track.rows):
+            for pair, (k, v) in zip(held.track.rows, one.track.rows):
+                rows = self.moved(k, held.track.length - again), v
                 pair[:] = [np.concatenate([side, other[again:]]) for side, other in zip(pair, rows)]
             held.track.length += one.track.length - again
+
+    def moved(self, k, by):
+        """Keys that are rotated for positions as far away."""
+        return turn(k, by, self.rope).astype(np.float32)
+
+    def check_rows(self, held, layer):
+        """Where keys and values stand, and how far keys are turned: bounds are loose, as codes have worlds of their own."""
+        if held.source.flavour != "plain" or self.dims[0] < 16:  # a few elements may all fall between two codes
+            return
+        for side, got in zip(held.track.rows[layer], (held.cache.k(layer), held.cache.v(layer))):
+            error = relative_error(got.reshape(len(got), -1), side.reshape(len(side), -1))
+            if len(got) != len(side) or not error < error_of(self.formats[layer]):
+                raise Finding("rows of a spliced cache are not what was given", f"layer {layer}: {error:.3g}")
 
     def shown(self, cache):
         return [
@@ -110,6 +148,7 @@ class SplicedWorld(SingleWorld):
         if not length:
             return
         layer, heads = int(rng.integers(cache.num_layers)), self.random_heads()
+        self.check_rows(held, layer)
         n = min(int(one_of(rng, [1, 2, 3, 16, 33])), length)
         q, options = held.source.queries(n, heads, held.track.rows[layer]), self.options(heads)
         self.narrow(options, length, n, None)

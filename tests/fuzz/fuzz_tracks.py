@@ -3,6 +3,8 @@
 import numpy as np
 from fuzz_oracle import Finding, Side, open_tokens
 
+NEVER = 1 << 60
+
 
 class Track:
     """What one sequence was given, and what follows of its rows from what was done to it."""
@@ -13,6 +15,8 @@ class Track:
         self.rows = [[np.empty((0, heads, dim), np.float32) for dim in dims] for _ in formats]
         self.length = self.longest = 0  # complete tokens; the most that there were
         self.coded = [0] * len(formats)  # tokens that are read from their codes alone
+        self.lost = [NEVER] * len(formats)  # begin of the first block whose codes may be those of other floats than were given
+        self.largest = 0  # the most tokens that were not complete
         self.lossy = [0] * len(formats)  # tokens whose floats have been given back once: what they are is what their codes are
         self.spans = [{} for _ in formats]  # by block: the least and largest key of each channel that was ever in it
         self.seen = [[None, None] for _ in formats]  # rows as they were first decoded, where they must stay so
@@ -22,6 +26,7 @@ class Track:
         other.__dict__.update(self.__dict__)
         other.rows, other.seen = [list(one) for one in self.rows], [list(one) for one in self.seen]
         other.spans, other.coded, other.lossy = [dict(one) for one in self.spans], list(self.coded), list(self.lossy)
+        other.lost = list(self.lost)
         return other
 
     def layer_length(self, layer):
@@ -39,6 +44,7 @@ class Track:
                     low, high = np.minimum(low, self.spans[layer][block][0]), np.maximum(high, self.spans[layer][block][1])
                 self.spans[layer][block] = low, high
         self.coded[layer] -= self.coded[layer] % self.block_size
+        self.largest = max(self.largest, self.layer_length(layer) - self.length)
 
     def advance(self, n):
         self.length += n
@@ -55,7 +61,18 @@ class Track:
         """Tokens of each layer that no query reads as floats once there are `length`."""
         return [max(length - open_tokens(one), 0) // self.block_size * self.block_size for one in self.formats]
 
+    def is_fresh(self):
+        """Whether a fresh cache has the same codes and floats: no block was written again after its floats were gone."""
+        for form, coded, natural, lost in zip(self.formats, self.coded, self.coded_at(self.length), self.lost):
+            if form.seals and (coded != natural or lost < NEVER):
+                return False
+        return True
+
     def truncate(self, n):
+        for layer, coded in enumerate(self.coded):
+            begin = n // self.block_size * self.block_size
+            lost = self.lost[layer] if n > self.lost[layer] else NEVER
+            self.lost[layer] = min(lost, begin) if n < coded and n > begin else lost
         self.length, self.coded, self.lossy = n, [min(one, n) for one in self.coded], [min(one, n) for one in self.lossy]
         if n == 0:
             self.longest = 0

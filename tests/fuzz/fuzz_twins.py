@@ -130,6 +130,8 @@ class Twins:
                 if way == "snapshot":
                     other = kvfast.load(other)
                 self.kept.append((other, self.seen(other)))
+                if self.kept[-1][1] != self.seen(cache):
+                    raise Finding(f"a {way} has other bits | {world.name}")
         if len(self.kept) > 3:
             self.forget()
 

@@ -1,6 +1,7 @@
 """Caches of one sequence for `fuzz_caches`: how they are made, and what may be done to them."""
 
 import numpy as np
+from fuzz_fresh import check_fresh
 from fuzz_histories import Held, World
 from fuzz_inputs import Rows, as_given, fitting, often, one_of, random_dim, random_dims, random_formats
 from fuzz_oracle import Finding
@@ -43,6 +44,11 @@ class SingleWorld(World):
 
     def make(self):
         return kvfast.KVCache(len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings)
+
+    def plain(self, block_size):
+        """A cache that keeps all tokens of one sequence."""
+        shape = len(self.formats), self.heads, self.dims[0]
+        return kvfast.KVCache(*shape, dtype=self.formats, v_head_dim=self.dims[1], block_size=block_size)
 
     def track(self):
         return Track(self.formats, self.heads, self.dims, self.block_size)
@@ -115,9 +121,13 @@ class SingleWorld(World):
             self.step()
             if often(self.case.newest, 0.2):
                 refuse(self, one_of(self.case.newest, self.held), self.case.newest)
+            if often(self.case.fresh, 0.1):
+                check_fresh(self, one_of(self.case.fresh, self.held), self.case.fresh)
         for held in self.held:
             self.check_all(held)
             self.attend(held)
+            if often(self.case.fresh, 0.3):
+                check_fresh(self, held, self.case.fresh)
             if held.track.length and often(self.case.newest, 0.1):
                 longer_prompt(self, held, self.case.newest)
             if held.track.length > 1 and often(self.case.later, 0.25):
@@ -181,6 +191,9 @@ class LatentWorld(SingleWorld):
 
     def make(self):
         return kvfast.MLAKVCache(len(self.formats), *self.dims, dtype=self.formats, **self.settings)
+
+    def plain(self, block_size):
+        return kvfast.MLAKVCache(len(self.formats), *self.dims, dtype=self.formats, block_size=block_size)
 
     def write(self, held, layer, k, v):
         rows, kept = as_given(self.rng, np.concatenate([k[:, 0], v[:, 0]], axis=1), held.prompt is None)

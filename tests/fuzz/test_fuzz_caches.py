@@ -10,16 +10,23 @@ import fuzz_secrets
 import fuzz_worlds
 import numpy as np
 import pytest
-import reference
+from fuzz_blocks import BlocksWorld
 from fuzz_forged import ForgedWorld
-from fuzz_oracle import exact_attention
+from fuzz_others import HeadsWorld
+from fuzz_pools import LatentPoolWorld, PoolWorld
 from fuzz_schedulers import PreparedWorld
 from fuzz_splices import SplicedWorld
 from fuzz_stores import TenantsWorld
 from fuzz_twins import Twins
+from selection import exhaustive
 
 import kvfast
 
+# What has a model of its own, or the bits of other caches.
+HELD = [BlocksWorld, SplicedWorld, HeadsWorld, Twins, PoolWorld, LatentPoolWorld]
+HELD += [fuzz_worlds.SingleWorld, fuzz_worlds.RingWorld, fuzz_worlds.LatentWorld]
+
+ROPE = kvfast.Rope(theta=9000.0)  # another than that of the fuzzer
 # Cases that once found something, each as (seed, case).
 FOUND = {
     "rows of another sequence": (0, 81),
@@ -35,6 +42,11 @@ FOUND = {
 }
 
 
+def alone(monkeypatch, world):
+    monkeypatch.setattr(fuzz_caches, "WORLDS", {world: 1})
+    monkeypatch.setattr(fuzz_caches, "LATER", {})
+
+
 def findings(seed, cases):
     return [found for number in cases for _, found in [fuzz_caches.run_case(seed, number)] if found]
 
@@ -46,6 +58,13 @@ def test_a_short_run():
     assert child.returncode == 0 and "40 cases" in child.stdout, child.stdout + child.stderr
 
 
+@pytest.mark.parametrize("cases", [25, pytest.param(400, marks=exhaustive)])
+@pytest.mark.parametrize("world", HELD)
+def test_each_kind_of_cache(monkeypatch, world, cases):
+    alone(monkeypatch, world)
+    assert findings(2, range(cases)) == []
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_before(monkeypatch, name):
     monkeypatch.setattr(fuzz_caches, "LATER", {})  # the worlds that there were
@@ -55,25 +74,6 @@ def test_what_was_found_before(monkeypatch, name):
 def test_a_case_is_always_the_same():
     one, other = fuzz_caches.run_case(5, 7)[0], fuzz_caches.run_case(5, 7)[0]
     assert str(one.log) == str(other.log) and len(one.log) > 3
-
-
-def test_exact_attention_is_that_of_the_reference(rng):
-    q, k, v = (rng.standard_normal((n, heads, 5)) for n, heads in ((4, 6), (9, 2), (9, 2)))
-    for options in (
-        {},
-        {"softcap": 2.0, "scale": 0.7},
-        {"sliding_window": 3, "num_sink_tokens": 2, "causal": False},
-        {"attention_chunk_size": 4, "num_sink_tokens": 1},
-        {"spans": [(0, 2), (6, 8)], "sliding_window": 3},
-        {"spans": [(0, 9)], "sliding_window": 3, "clamp_spans": True},
-        {"parents": [-1, -1, 0, 1], "sliding_window": 3, "alibi_slopes": rng.random(6)},
-        {"chosen": [[0, 5], [6, -1], [3, 4], [8, 0]], "softcap": 2.0},
-        {"chosen": rng.permuted(np.tile(np.arange(5), (4, 2, 1)), axis=2)[..., :3], "sinks": rng.standard_normal(6)},
-        {"sinks": rng.standard_normal(6), "alibi_slopes": rng.random(6)},
-    ):
-        out, lse = reference.attention(q, k, v, **options)
-        exact = exact_attention(q, k, v, np.arange(9), np.arange(5, 9), **options)
-        assert np.allclose(exact.out, out, rtol=1e-12) and np.allclose(exact.lse, lse, rtol=1e-12)
 
 
 @pytest.mark.parametrize("broken", ["attend", "k", "both", "truncate"])
@@ -91,19 +91,32 @@ def test_what_no_cache_may_do_is_found(monkeypatch, broken):
     }[broken]
     for name, function in replaced.items():
         monkeypatch.setattr(kvfast.KVCache, name, function)
-    monkeypatch.setattr(fuzz_caches, "WORLDS", {fuzz_worlds.SingleWorld: 1})
-    monkeypatch.setattr(fuzz_caches, "LATER", {})
+    alone(monkeypatch, fuzz_worlds.SingleWorld)
     told = {"attend": "attend is not", "k": "keys of KVCache", "both": "values of KVCache", "truncate": "length"}[broken]
     assert any(told in signature for signature, _ in findings(1, range(20)))
 
 
-@pytest.mark.parametrize("broken", ["salt", "fork", "scheduler", "forged", "splice"])
+@pytest.mark.parametrize("broken", ["salt", "prefix", "steps", "fork", "heads", "scheduler", "forged", "splice", "rope"])
 def test_what_nothing_beside_a_cache_may_do_is_found(monkeypatch, broken):
     """As above, of the worlds that came later."""
     pool, cache = kvfast.PagedKVCache, kvfast.KVCache
-    match_prefix, attend_batch, attend = pool.match_prefix, pool.attend_batch, cache.attend
+    match_prefix, attend_batch, attend, append, splice = pool.match_prefix, pool.attend_batch, cache.attend, cache.append, cache.splice
     world, owner, replaced, told = {
         "salt": (TenantsWorld, pool, {"match_prefix": lambda self, ids, salt: match_prefix(self, ids)}, "tenant"),
+        "prefix": (BlocksWorld, pool, {"match_prefix": lambda self, ids, salt: match_prefix(self, ids)}, "tokens of a prefix"),
+        "steps": (
+            fuzz_worlds.SingleWorld,
+            cache,
+            {"append": lambda self, layer, k, v: append(self, layer, k, v * (1 + (len(v) == 1) * np.float32(1e-3)))},
+            "not as a fresh cache",
+        ),
+        "heads": (HeadsWorld, kvfast.MultiHeadKVCache, {"evict_outside_window": lambda self, window: window}, "evict_outside_window"),
+        "rope": (
+            SplicedWorld,
+            cache,
+            {"splice": lambda self, *parts, rope, recomputed: splice(self, *parts, rope=rope and ROPE, recomputed=recomputed)},
+            "not what was given",
+        ),
         "fork": (Twins, cache, {"fork": lambda self: self}, "a fork is not what it was"),
         "scheduler": (
             PreparedWorld,
@@ -121,8 +134,7 @@ def test_what_nothing_beside_a_cache_may_do_is_found(monkeypatch, broken):
     }[broken]
     for name, function in replaced.items():
         monkeypatch.setattr(owner, name, function)
-    monkeypatch.setattr(fuzz_caches, "WORLDS", {world: 1})
-    monkeypatch.setattr(fuzz_caches, "LATER", {})
+    alone(monkeypatch, world)
     assert any(told in found[0] for number in range(40) if (found := fuzz_caches.run_case(1, number)[1]))
 
 

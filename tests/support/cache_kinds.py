@@ -4,7 +4,6 @@ import functools
 import json
 
 import numpy as np
-from hypothesis import strategies as st
 
 import kvfast
 
@@ -93,24 +92,6 @@ def make(kind, dtype="int4", dim=DIM, long=False):
 def seals(dtype):
     """Whether a format encodes blocks as a whole."""
     return kvfast.KVFormat.of(dtype).seals
-
-
-def storage_settings():
-    """Strategy: what a cache is told of its storage; two plain dtypes, or one of the formats that are more."""
-    plain = st.sampled_from([name.removesuffix("-plain") for name in PLAIN])
-    return st.fixed_dictionaries({"k_dtype": plain, "v_dtype": plain}) | st.sampled_from(
-        [{"dtype": dtype} for dtype in DTYPES[len(PLAIN) :]]
-    )
-
-
-def format_of(storage):
-    """The KVFormat of such settings."""
-    return kvfast.KVCache(1, 1, 1, **storage).format
-
-
-def coded(cache, table=0):
-    """Tokens of a cache or a snapshot that have their codes alone, as it tells a file; -1 where that is not told."""
-    return getattr(cache, "_cache", cache)._storage.resume_states()[table].get("floats_begin", -1)
 
 
 def close(got, given):

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import xxhash
 
 from kvfast.files import cache_file
 
@@ -65,6 +64,8 @@ def with_tensors(data, change):
         header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [at, at + array.nbytes]}
         body += array.tobytes()
         at += array.nbytes
+    import xxhash  # which a Python that has no wheel of it does not need until here
+
     sums = {name: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array)) for name, array in tensors.items()}
     header["__metadata__"]["checksums"] = json.dumps(sums)
     return joined(signed(header), body)

@@ -1,14 +1,42 @@
 """Float64 oracle of what the kernels compute."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 import kvfast
 
 
-def attention(
+def attention(q, k, v, **options):
+    """Attention of the last tokens: q (n, Hq, D), k (L, Hkv, D), v (L, Hkv, E) -> out (n, Hq, E), lse (n, Hq)."""
+    exact = exact_attention(q, k, v, np.arange(len(k)), np.arange(len(k) - len(q), len(k)), **options)
+    return exact.out, exact.lse
+
+
+def norms(rows, keepdims=False):
+    """Norms over the last axis; numpy.linalg.norm takes three times as long."""
+    squares = np.sqrt(np.einsum("...i,...i", rows, rows))
+    return squares[..., None] if keepdims else squares
+
+
+class Exact(NamedTuple):
+    """Attention in float64, and what its bounds are relative to."""
+
+    out: Any  # (queries, query heads, dim)
+    lse: Any  # (queries, query heads)
+    norm: Any  # (queries, query heads): what an error of the output is relative to
+    spread: Any  # the same of how far they are from the output
+    largest: Any  # largest score, by itself
+    reach: Any  # the largest that it could be of a query and keys of these norms
+    weighted: Any  # the norms of values, by their weights
+
+
+def exact_attention(
     q,
     k,
     v,
+    positions,
+    at,
     *,
     scale=None,
     causal=True,
@@ -24,50 +52,74 @@ def attention(
     chosen=None,
     chosen_run=1,
 ):
-    """Attention of the last tokens: q (n, Hq, D), k (L, Hkv, D), v (L, Hkv, E) -> out (n, Hq, E), lse (n, Hq)."""
-    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    """Attention of queries at the positions `at` to keys at `positions`; otherwise as `attention`."""
+    q, k, v = (np.asarray(one, np.float64) for one in (q, k, v))
     n, num_q_heads, dim = q.shape
-    length, num_kv_heads = k.shape[:2]
-    group = num_q_heads // num_kv_heads
+    length, heads = k.shape[:2]
+    group = num_q_heads // heads
     scale = dim**-0.5 if scale is None else scale
-    at, key = length - n + np.arange(n)[:, None], np.arange(length)[None]
-    unrelated = np.zeros((n, length), bool)
+    q = q.reshape(n, heads, group, dim).transpose(1, 2, 0, 3)
+    score = scale * (q @ k.transpose(1, 2, 0)[:, None])  # (heads, group, queries, keys)
+    size = np.abs(score)
+    reach = np.abs(scale) * norms(q) * norms(k).max(0)[:, None, None]
+    if softcap:
+        score = softcap * np.tanh(score / softcap)
+        size = np.abs(score)
+    rows = positions
     if parents is not None and len(parents):
-        at, key, unrelated = tree(length, n, parents)
-    gone = np.zeros((n, length), bool)  # before a window or a chunk
+        places, keys, unrelated = tree(int(positions[-1]) + 1, n, parents)
+        at, positions, unrelated = places[:, 0], keys[0][rows], unrelated[:, rows]
+    distance = positions[None] - at[:, None]
+    if alibi_slopes is not None:
+        slope = np.asarray(alibi_slopes, np.float64).reshape(heads, group, 1, 1)
+        score = score + slope * distance
+        size = size + np.abs(slope * distance)
+    gone = np.zeros((n, length), bool)
     if sliding_window:
-        gone |= (key <= at - sliding_window) & (key >= num_sink_tokens)
+        gone |= (distance <= -sliding_window) & (positions >= (num_sink_tokens or 0))
     if attention_chunk_size:
-        gone |= (key < at // attention_chunk_size * attention_chunk_size) & (key >= num_sink_tokens)
-    hidden = gone | (key > at) if causal else gone
+        first = at[:, None] // attention_chunk_size * attention_chunk_size
+        gone |= (positions[None] < first) & (positions >= (num_sink_tokens or 0))
+    hidden = gone | (distance > 0) if causal else gone
     for start, stop in () if spans is None else spans:
-        hidden = hidden & ~((start <= at) & (at < stop) & (start <= key) & (key < stop))
+        hidden = hidden & ~np.logical_and.outer((start <= at) & (at < stop), (start <= positions) & (positions < stop))
     if clamp_spans:
         hidden = hidden | gone
-    hidden = hidden | unrelated
-    hidden = hidden[None] | (False if chosen is None else ~among(np.arange(length), chosen, chosen_run))
-    out, lse = np.zeros((n, num_q_heads, v.shape[2])), np.zeros((n, num_q_heads))
-    for kv_head in range(num_kv_heads):  # with all heads of queries that read it
-        heads = slice(kv_head * group, (kv_head + 1) * group)
-        score = (scale * q[:, heads].swapaxes(0, 1)).reshape(group * n, dim) @ k[:, kv_head].T
-        score = score.reshape(group, n, length)
-        if softcap:
-            score = softcap * np.tanh(score / softcap)
-        if alibi_slopes is not None:
-            score += np.asarray(alibi_slopes[heads], np.float64)[:, None, None] * (key - at)
-        score[:, hidden[kv_head % len(hidden)]] = -np.inf
-        top = score.max(2)
-        if sinks is not None:
-            sink = np.asarray(sinks[heads], np.float64)[:, None]
-            top = np.maximum(top, sink)
-        weight = np.exp(score - top[:, :, None])
-        total = weight.sum(2)
-        if sinks is not None:
-            total = total + np.exp(sink - top)
-        weight /= total[:, :, None]
-        out[:, heads] = (weight.reshape(group * n, length) @ v[:, kv_head]).reshape(group, n, -1).swapaxes(0, 1)
-        lse[:, heads] = (top + np.log(total)).T
-    return out, lse
+    if parents is not None and len(parents):
+        hidden = hidden | unrelated
+    if chosen is not None:
+        hidden = hidden | ~among(rows, chosen, chosen_run)[:, None]
+    score, size = np.where(hidden, -np.inf, score), np.where(hidden, 0, size)
+    top, largest = score.max(-1), size.max(-1)
+    if sinks is not None:
+        logit = np.asarray(sinks, np.float64).reshape(heads, group, 1)
+        top, largest = np.maximum(top, logit), np.maximum(largest, np.abs(logit))
+    weight = np.exp(score - top[..., None])
+    total = weight.sum(-1)
+    if sinks is not None:
+        total = total + np.exp(logit - top)
+    weight /= total[..., None]
+    v = v.transpose(1, 0, 2)[:, None]
+    out = weight @ v
+    sizes = norms(v)  # (heads, 1, keys)
+    square = (out**2).sum(-1)
+    spread = (weight * sizes[:, :, None] ** 2).sum(-1) + (weight.sum(-1) - 2) * square
+    lse = top + np.log(total)
+    # The norm of the output, which is at least what it were if values had nothing to do with each other; where they nearly
+    # cancel, so that it is less than half of that, their mean norm. What weighs less than a ten-thousandth of all, next to values near 0,
+    # need not be as precise.
+    weighted, norm = weight * sizes[:, :, None], np.sqrt(square)
+    apart = norms(weighted)
+    norm = np.where(norm < 0.5 * apart, weighted.sum(-1), np.maximum(norm, apart))
+    norm = np.maximum(norm, 1e-4 * sizes.max(-1)[..., None])
+    back = (
+        out.transpose(2, 0, 1, 3).reshape(n, num_q_heads, -1),
+        *(
+            one.transpose(2, 0, 1).reshape(n, num_q_heads)
+            for one in (lse, norm, np.sqrt(np.maximum(spread, 0)), largest, np.maximum(reach, largest), weighted.sum(-1))
+        ),
+    )
+    return Exact(*back)
 
 
 def among(positions, chosen, run=1):

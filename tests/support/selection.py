@@ -8,7 +8,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 import kvfast
 
@@ -100,12 +99,3 @@ def covering(*sizes):
 def pairs(row, axis):
     """What a row holds of an axis and each other one."""
     return [tuple(sorted(((axis, row[axis]), other))) for other in row.items() if other[0] != axis]
-
-
-def cases_of_machine(machine, max_examples, steps):
-    """(class of tests that runs always, exhaustive one) of a state machine of hypothesis; the first with a fifth of the examples."""
-    usual = machine.TestCase
-    full = exhaustive(type(usual.__name__, (usual,), {}))
-    usual.settings = settings(max_examples=max_examples // 5, stateful_step_count=steps, deadline=None)
-    full.settings = settings(max_examples=max_examples, stateful_step_count=steps, deadline=None)
-    return usual, full

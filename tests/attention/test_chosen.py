@@ -3,14 +3,14 @@
 import latent_reference
 import numpy as np
 import pytest
-from cache_kinds import FORMATS
-from reference import attention, relative_error
+from attention_rows import DIM, HEADS, TOKENS, queries, tokens
+from cache_kinds import FORMATS, filled
+from reference import attention, bound, relative_error
 from rotated_reference import turn
 from selection import parametrize
 
 import kvfast
 
-TOKENS, HEADS, DIM = 300, 2, 32
 OPTIONS = [
     {},
     {"sliding_window": 50, "num_sink_tokens": 20},
@@ -19,25 +19,6 @@ OPTIONS = [
     {"causal": False},
     {"spans": [(100, 290)]},
 ]
-
-
-def tokens(rng, count=TOKENS):
-    return rng.standard_normal((2, count, HEADS, DIM)).astype(np.float32)
-
-
-def queries(rng, count):
-    return rng.standard_normal((count, 3 * HEADS, DIM)).astype(np.float32)
-
-
-def filled(cache, *rows, counted=True):
-    cache.append(0, *rows)
-    if counted:
-        cache.advance(len(rows[0]))
-    return cache
-
-
-def bound(dtype):
-    return 1e-5 if dtype == "float32" else 1e-3
 
 
 def seen(at, length, sliding_window=None, num_sink_tokens=0, attention_chunk_size=None, causal=True, spans=(), **others):

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS
+from cache_kinds import FORMATS, cache_of
 from reference import attention
 from selection import parametrize
 
@@ -15,13 +15,6 @@ import kvfast
 CODED = {name: form for name, form in FORMATS.items() if not name.startswith(("float", "bfloat"))}
 # Tiers that have products of one byte; others compute exactly.
 FAST_TIERS = ("amx", "avx512_vbmi", "avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dotprod")
-
-
-def filled(form, k, v):
-    cache = kvfast.KVCache(1, k.shape[1], k.shape[2], dtype=form, v_head_dim=v.shape[2])
-    cache.append(0, k, v)
-    cache.advance(len(k))
-    return cache
 
 
 def error(cache, q, scale=None, **options):
@@ -38,7 +31,7 @@ def error(cache, q, scale=None, **options):
 @parametrize("name", list(CODED), ["int8", "int4", "k8v4", "int3", "int5"])
 def test_gaussian_rows(isa, rng, name):
     for tokens, dim, v_dim in ((3, 16, 16), (330, 64, 64), (330, 20, 40), (700, 128, 128)):
-        cache = filled(CODED[name], *(rng.standard_normal((tokens, 2, one)).astype(np.float32) for one in (dim, v_dim)))
+        cache = cache_of(CODED[name], *(rng.standard_normal((tokens, 2, one)).astype(np.float32) for one in (dim, v_dim)))
         for n in (1, 5, 40, 300):
             if n <= tokens:
                 q = rng.standard_normal((n, 8, dim)).astype(np.float32)
@@ -53,7 +46,7 @@ def test_loud_channels(isa, rng, name, whose):
         k, v = rng.standard_normal((2, 330, 2, dim)).astype(np.float32)
         q = rng.standard_normal((60, 8, dim)).astype(np.float32)
         {"keys": k, "queries": q, "values": v}[whose][:, :, dim // 3] *= loud
-        cache = filled(CODED[name], k, v)
+        cache = cache_of(CODED[name], k, v)
         for n in (1, 60):
             assert error(cache, q[:n]) < 1, (dim, loud, n)
 
@@ -65,7 +58,7 @@ def test_a_loud_channel_leaves_bits_to_the_others(isa, rng):
         q = rng.standard_normal((64, 8, 128)).astype(np.float32)
         k[:, :, 5] *= loud
         q[:, :, 5] /= loud
-        cache = filled("int4", k, v)
+        cache = cache_of("int4", k, v)
         few = np.concatenate([cache.attend(0, q[i : i + 8], causal=False, precision="fast") for i in range(0, 64, 8)])
         many = cache.attend(0, q, causal=False, precision="fast")
         exact = cache.attend(0, q, causal=False)
@@ -83,7 +76,7 @@ def test_many_small_weights_beside_a_large_one(isa, rng, name):
         k[700, :, 3] += below
         v[:, :, 5] += 1
         v[700, :, 5] = -0.2
-        cache = filled(CODED[name], k, v)
+        cache = cache_of(CODED[name], k, v)
         for n in (1, 40):
             q = np.zeros((n, 4, dim), np.float32)
             q[:, :, 3] = 1
@@ -94,14 +87,14 @@ def test_many_small_weights_beside_a_large_one(isa, rng, name):
 def test_lone_values(isa, rng, name):
     k, v = rng.standard_normal((2, 400, 1, 64)).astype(np.float32)
     v[300], v[300, 0, 5] = 0, 100
-    cache = filled(CODED[name], k, v)
+    cache = cache_of(CODED[name], k, v)
     for n in (1, 40):
         assert error(cache, rng.standard_normal((n, 4, 64)).astype(np.float32)) < 1
 
 
 def share(name, k, v, q, sinks):
     """The largest error of a row, in parts of the documented bound, and those of what is less than float32 may lose."""
-    cache = filled(CODED[name], k, v)
+    cache = cache_of(CODED[name], k, v)
     stored, values = cache.k(0), cache.v(0)
     expected, expected_lse = attention(q, stored, values, sinks=sinks)
     sizes, _ = attention(q, stored, np.linalg.norm(values, axis=2, keepdims=True), sinks=sinks)
@@ -157,7 +150,7 @@ def test_the_bits_do_not_depend_on_threads_batches_and_other_queries(isa, rng, n
     k, v = rng.standard_normal((2, 2500, 2, 64)).astype(np.float32)
     q = rng.standard_normal((16, 8, 64)).astype(np.float32)
     pool = kvfast.PagedKVCache(1, 2, 64, 200, dtype=CODED[name])
-    cache, sequence = filled(CODED[name], k, v), pool.new_sequence()
+    cache, sequence = cache_of(CODED[name], k, v), pool.new_sequence()
     sequence.append(0, k, v)
     sequence.advance(len(k))
     q[::3] *= 60  # rows that are read again
@@ -167,7 +160,7 @@ def test_the_bits_do_not_depend_on_threads_batches_and_other_queries(isa, rng, n
     batch = pool.attend_batch(0, q, [sequence], cu_seqlens_q=[0, 16], precision="fast", cascade=False)
     assert np.array_equal(batch, together)
     for i in (0, 7, 15):
-        shorter = filled(CODED[name], k, v)
+        shorter = cache_of(CODED[name], k, v)
         if i < 15:
             shorter.truncate(len(k) - 15 + i)
         assert np.array_equal(shorter.attend(0, q[i : i + 1], precision="fast")[0], together[i])
@@ -179,7 +172,7 @@ def test_the_bits_of_many_queries_do_not_depend_on_threads(isa, rng, name):
     k, v = rng.standard_normal((2, 1500, 2, 64)).astype(np.float32) * np.geomspace(0.01, 3, 1500, dtype=np.float32)[:, None, None]
     k[:, :, 5] *= np.where(np.arange(1500) // 64 % 2, 1, 30)[:, None]  # some blocks have a channel that is loud
     q = rng.standard_normal((300, 8, 64)).astype(np.float32)
-    cache = filled(CODED[name], k, v)
+    cache = cache_of(CODED[name], k, v)
     one = cache.attend(0, q, precision="fast", num_threads=1, sliding_window=777, num_sink_tokens=2)
     for threads in (2, 7, 64):
         more = cache.attend(0, q, precision="fast", num_threads=threads, sliding_window=777, num_sink_tokens=2)
@@ -194,12 +187,12 @@ def test_float_rows_stay_exact(isa, rng):
     k, v = rng.standard_normal((2, 300, 2, 64)).astype(np.float32)
     q = rng.standard_normal((40, 8, 64)).astype(np.float32)
     for dtype in ("float32", "float16", "bfloat16"):
-        cache = filled(dtype, k, v)
+        cache = cache_of(dtype, k, v)
         for n in (1, 40):
             assert np.array_equal(cache.attend(0, q[:n], precision="fast"), cache.attend(0, q[:n]))
         assert any(f"no fast kernels for {dtype}" in note for note in told(cache))
-    assert any("no fast" in note for note in told(filled("int4", k, v))) == (kvfast.active_isa() not in FAST_TIERS)
-    few = filled("int4", k[:12], v[:12])  # not yet codes
+    assert any("no fast" in note for note in told(cache_of("int4", k, v))) == (kvfast.active_isa() not in FAST_TIERS)
+    few = cache_of("int4", k[:12], v[:12])  # not yet codes
     assert np.array_equal(few.attend(0, q[:1], precision="fast"), few.attend(0, q[:1]))
 
 
@@ -211,7 +204,7 @@ def test_who_reads_with_it(rng):
     """A call, or else its cache, or else the process. Forks inherit it; snapshots and files do not know of it."""
     k, v = rng.standard_normal((2, 500, 2, 64)).astype(np.float32)
     q, has = rng.standard_normal((3, 4, 64)).astype(np.float32), kvfast.active_isa() in FAST_TIERS
-    cache = filled("int4", k, v)
+    cache = cache_of("int4", k, v)
     assert cache.precision == "exact" and not differs(cache, q) and differs(cache, q, precision="fast") == has
     assert cache.explain(0).precision == "exact" and cache.explain(0, precision="fast").precision == "fast"
     assert ", fast: scores_int4" in str(cache.explain(0, precision="fast"))
@@ -253,7 +246,7 @@ def test_the_environment(setting):
 
 
 def test_other_names_are_refused(rng):
-    cache = filled("int8", *rng.standard_normal((2, 20, 1, 16)).astype(np.float32))
+    cache = cache_of("int8", *rng.standard_normal((2, 20, 1, 16)).astype(np.float32))
     q = np.ones((1, 1, 16), np.float32)
     for bad in ("half", "", 1, b"fast"):
         with pytest.raises(ValueError, match="precision must be 'exact', 'fast' or None, got"):
@@ -305,7 +298,7 @@ def test_one_value_far_above_all_others(isa, rng, num_queries, dtype):
                 v[50] *= loud
             else:
                 v[50, 0, 40] = loud
-            cache = filled(dtype, k, v)
+            cache = cache_of(dtype, k, v)
             values = cache.v(0)[:, 0].astype(np.float64)
             with kvfast.use_isa(isa):
                 got = cache.attend(0, q, precision="fast", causal=False)[:, 0]

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_kinds import CENTRED
+from cache_kinds import CENTRED, filled
 from reference import attention, bound, relative_error
 
 import kvfast
@@ -24,8 +24,7 @@ def stored(rng, dtype, length, num_kv_heads=2, head_dim=64, chunk=100, **setting
     cache = kvfast.KVCache(1, num_kv_heads, head_dim, dtype=dtype, **settings)
     for start in range(0, length, chunk):
         n = min(chunk, length - start)
-        cache.append(0, *rng.standard_normal((2, n, num_kv_heads, head_dim), np.float32))
-        cache.advance(n)
+        filled(cache, *rng.standard_normal((2, n, num_kv_heads, head_dim), np.float32))
     return cache
 
 

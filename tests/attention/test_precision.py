@@ -2,20 +2,13 @@
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS
+from cache_kinds import FORMATS, cache_of
 from reference import attention, bound, relative_error
 from selection import parametrize
 
 import kvfast
 
 STORED = {**FORMATS, "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
-
-
-def filled(form, k, v):
-    cache = kvfast.KVCache(1, k.shape[1], k.shape[2], dtype=form)
-    cache.append(0, k, v)
-    cache.advance(len(k))
-    return cache
 
 
 def with_scores(q, k, largest, scale):
@@ -31,7 +24,7 @@ def test_loud_channels_of_keys(isa, rng, name):
     for dim, loud in [(64, 3), (64, 40), (20, 10), (128, 20)]:
         k, v = rng.standard_normal((2, 330, 2, dim)).astype(np.float32)
         k[:, :, dim // 3] *= loud
-        cache = filled(STORED[name], k, v)
+        cache = cache_of(STORED[name], k, v)
         for n in (1, 20):
             q = with_scores(rng.standard_normal((n, 8, dim)), cache.k(0), 15, dim**-0.5)
             expected, _ = attention(q, cache.k(0), cache.v(0))
@@ -41,7 +34,7 @@ def test_loud_channels_of_keys(isa, rng, name):
 @pytest.mark.parametrize("name", STORED)
 def test_loud_channels_of_queries(isa, rng, name):
     k, v = rng.standard_normal((2, 300, 2, 64)).astype(np.float32)
-    cache = filled(STORED[name], k, v)
+    cache = cache_of(STORED[name], k, v)
     for loud in (3, 40):
         for n in (1, 20):
             q = rng.standard_normal((n, 8, 64))
@@ -61,7 +54,7 @@ def test_many_small_weights_beside_a_large_one(isa, rng, name):
         k[200, :, 3] += below
         v[:, :, 5] += 1
         v[200, :, 5] = -0.2
-        cache = filled(STORED[name], k, v)
+        cache = cache_of(STORED[name], k, v)
         for n in (1, 20):
             q = np.zeros((n, 4, dim), np.float32)
             q[:, :, 3] = 1
@@ -78,7 +71,7 @@ def test_scores_far_below_the_largest(isa, rng, name):
         k, v = rng.standard_normal((2, tokens, 1, dim)).astype(np.float32)
         k[:, :, 0] = rng.uniform(-below, -below + 1, (tokens, 1))
         k[3, :, 0] = 0
-        cache = filled(STORED[name], k, v)
+        cache = cache_of(STORED[name], k, v)
         for n in (1, 40):
             q = rng.standard_normal((n, 4, dim)).astype(np.float32)
             q[:, :, 0], q[:, :, 1] = 1, 60
@@ -95,7 +88,7 @@ def test_outliers_of_values_that_cancel(isa, name, dim):
     for seed in range(8):
         rng = np.random.default_rng(seed)
         k, v = rng.standard_normal((2, 1500, 2, dim), np.float32)
-        cache = filled(STORED[name], k, v * loud)
+        cache = cache_of(STORED[name], k, v * loud)
         q = rng.standard_normal((50, 6, dim), np.float32)
         expected, _ = attention(q, cache.k(0), cache.v(0))
         assert relative_error(cache.attend(0, q), expected) < bound(name), seed
@@ -114,7 +107,7 @@ def one_loud_element(rng, loud):
 def test_one_loud_element_of_values_beside_full_rows(isa, rng, name, loud):
     """It takes the range of a tile's weights and leaves few bits to the others, whose rounding error is large next to the output."""
     for v in one_loud_element(rng, loud):
-        cache = filled(STORED[name], rng.standard_normal((160, 1, 512)).astype(np.float32), v[:, None])
+        cache = cache_of(STORED[name], rng.standard_normal((160, 1, 512)).astype(np.float32), v[:, None])
         for n in (1, 16):
             q = rng.standard_normal((n, 4, 512)).astype(np.float32)
             expected, _ = attention(q, cache.k(0), cache.v(0))
@@ -139,7 +132,7 @@ def test_one_loud_element_of_latents_beside_full_rows(isa, rng, dtype, loud):
 @pytest.mark.parametrize("softcap", [0.3, 30, 1e3, 1e4, 1e20, 3e38])
 def test_softcaps_of_any_size(isa, rng, softcap):
     k, v = rng.standard_normal((2, 300, 2, 32)).astype(np.float32)
-    cache = filled("float32", k, v)
+    cache = cache_of("float32", k, v)
     q = with_scores(rng.standard_normal((5, 4, 32)), k, 15, 32**-0.5)
     out, lse = cache.attend(0, q, softcap=softcap, return_lse=True)
     expected, expected_lse = attention(q, k, v, softcap=softcap)
@@ -153,7 +146,7 @@ def test_rounding_of_weights_is_that_of_each_query_alone(isa, rng):
         k = rng.standard_normal((160, 1, 512)).astype(np.float32)
         k[100] = 0
         k[100, 0, 5] = 4
-        cache = filled(kvfast.KVFormat("int8/int4"), k, v[:, None])
+        cache = cache_of(kvfast.KVFormat("int8/int4"), k, v[:, None])
         q = rng.standard_normal((16, 8, 512)).astype(np.float32)
         q[::3, :, 5] = -40  # hides the loud element
         check_each_alone(cache, q)
@@ -174,7 +167,7 @@ def test_rounding_is_that_of_each_query_alone(isa, rng):
     k, v = rng.standard_normal((2, 400, 2, 64)).astype(np.float32)
     k[:, :, 7] *= rng.uniform(0.1, 40, (400, 1))
     for form in ("int8", "k8v4", "int4", "int8-plain"):
-        cache = filled(form, k, v)
+        cache = cache_of(form, k, v)
         q = rng.standard_normal((16, 12, 64)).astype(np.float32) * np.geomspace(0.01, 10, 16, dtype=np.float32)[:, None, None]
         check_each_alone(cache, q)
 
@@ -185,7 +178,7 @@ def test_thousands_of_equal_tokens(isa, rng, different):
     few = rng.standard_normal((2, different, 1, 32)).astype(np.float32)
     for length in (1002, 20_004, 60_000):  # as often each
         k, v = few[:, np.arange(length) % different]
-        cache = filled("float32", k, v)
+        cache = cache_of("float32", k, v)
         for n in (1, 20):
             q = rng.standard_normal((n, 2, 32)).astype(np.float32)
             options = {"causal": False, "num_splits": 1}
@@ -198,7 +191,7 @@ def test_thousands_of_equal_tokens(isa, rng, different):
 def test_the_same_token_over_and_over(isa, rng, name, tokens):
     """Each sum of such rows rounds the same way: so no float32 takes very many of them, whatever the number of splits."""
     k, v = rng.standard_normal((2, 1, 1, 16)).astype(np.float32)
-    cache = filled(name, *(np.broadcast_to(one, (tokens, 1, 16)) for one in (k, v)))
+    cache = cache_of(name, *(np.broadcast_to(one, (tokens, 1, 16)) for one in (k, v)))
     for n, num_splits in ((1, 0), (1, 1), (17, 0), (64, 1)):
         out = cache.attend(0, rng.standard_normal((n, 2, 16)).astype(np.float32), num_splits=num_splits)
         assert relative_error(out, np.broadcast_to(cache.v(0)[:1].astype(np.float64), out.shape)) < bound(name), (n, num_splits)
@@ -210,7 +203,7 @@ def test_weights_that_underflow(isa, rng, name):
     k, v = rng.standard_normal((2, 40, 1, 64)).astype(np.float32) * 0.1
     k[7, 0] = 0
     k[7, 0, 5], v[7] = 1, 0
-    cache = filled(STORED[name], k, v)
+    cache = cache_of(STORED[name], k, v)
     for above in (20, 50, 60, 70, 90, 200):
         q = np.zeros((1, 2, 64), np.float32)
         q[..., 5] = above

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS
-from reference import attention, relative_error
+from attention_rows import DIM, HEADS, TOKENS, queries, tokens
+from cache_kinds import FORMATS, filled
+from reference import attention, bound, relative_error
 from selection import parametrize
 
 import kvfast
 
-TOKENS, HEADS, DIM = 300, 2, 32
 SPANS = [(0, 7), (40, 41), (90, 260)]
 OPTIONS = [
     {},
@@ -19,25 +19,6 @@ OPTIONS = [
     {"sliding_window": 50, "num_sink_tokens": 3, "clamp_spans": True},
     {"attention_chunk_size": 64, "clamp_spans": True},
 ]
-
-
-def tokens(rng, count=TOKENS):
-    return rng.standard_normal((2, count, HEADS, DIM)).astype(np.float32)
-
-
-def queries(rng, count):
-    return rng.standard_normal((count, 3 * HEADS, DIM)).astype(np.float32)
-
-
-def filled(cache, k, v, counted=True):
-    cache.append(0, k, v)
-    if counted:
-        cache.advance(len(k))
-    return cache
-
-
-def bound(dtype):
-    return 1e-5 if dtype == "float32" else 1e-3
 
 
 @parametrize(
@@ -61,7 +42,7 @@ def test_against_float64_on_every_tier(isa, rng, dtype, options):
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
 def test_the_bits_do_not_depend_on_threads_chunks_and_caches(rng, dtype):
     k, v = tokens(rng)
-    cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), k, v, False), queries(rng, TOKENS)
+    cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), k, v, counted=False), queries(rng, TOKENS)
     whole = cache.attend(0, q, spans=SPANS)
     for threads in (1, 2, 5):
         assert np.array_equal(cache.attend(0, q, spans=SPANS, num_threads=threads), whole)
@@ -69,7 +50,7 @@ def test_the_bits_do_not_depend_on_threads_chunks_and_caches(rng, dtype):
         alone = [cache.attend(0, q[-few:], spans=SPANS[:-1])[i] for i in range(few)]
         assert np.array_equal(np.stack(alone), cache.attend(0, q[-few:], spans=SPANS[:-1]))
     pool = kvfast.PagedKVCache(1, HEADS, DIM, 16, dtype=dtype)
-    one, other = filled(pool.new_sequence(), k, v, False), filled(pool.new_sequence(), k[:100], v[:100], False)
+    one, other = filled(pool.new_sequence(), k, v, counted=False), filled(pool.new_sequence(), k[:100], v[:100], counted=False)
     both = pool.attend_batch(0, np.concatenate((q, q[:100])), [one, other], cu_seqlens_q=[0, TOKENS, TOKENS + 100], spans=[SPANS, None])
     assert np.array_equal(both[:TOKENS], whole) and np.array_equal(both[TOKENS:], other.attend(0, q[:100]))
     assert pool.explain_batch(0, (1, 6, DIM), [one], spans=[SPANS]).num_tasks == one.explain(0, (1, 6, DIM), spans=SPANS).num_tasks

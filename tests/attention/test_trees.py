@@ -1,14 +1,18 @@
 """Trees of drafts against float64 attention: a draft sees what is before the tree, its ancestors and itself."""
 
+import functools
+
 import numpy as np
 import pytest
+from attention_rows import DIM, HEADS, queries, tokens
 from cache_kinds import FORMATS
+from cache_kinds import filled as filled_and_counted
 from reference import attention, relative_error
 from selection import parametrize
 
 import kvfast
 
-TOKENS, HEADS, DIM = 300, 2, 32
+filled = functools.partial(filled_and_counted, counted=False)
 BUSHY = [-1, 0, 0, 1, 1, 2, -1, 3, 6, 5, 4, 7]  # three branches, whose tokens lie between each other
 OPTIONS = [
     {},
@@ -19,19 +23,6 @@ OPTIONS = [
     {"softcap": 5.0},
     {"alibi_slopes": np.linspace(0.01, 0.5, 3 * HEADS)},
 ]
-
-
-def tokens(rng, count=TOKENS):
-    return rng.standard_normal((2, count, HEADS, DIM)).astype(np.float32)
-
-
-def queries(rng, count):
-    return rng.standard_normal((count, 3 * HEADS, DIM)).astype(np.float32)
-
-
-def filled(cache, k, v):
-    cache.append(0, k, v)
-    return cache
 
 
 def random_tree(rng, count):

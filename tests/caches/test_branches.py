@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_kinds import ANY_BLOCK, DIM, FORMATS, HEADS, KINDS, LAYERS, MIXED, contents, make, same, stored, tokens
+from cache_kinds import ANY_BLOCK, DIM, FORMATS, HEADS, KINDS, LAYERS, MIXED, contents, filled, make, same, stored, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection import parametrize
@@ -200,8 +200,7 @@ def test_latents(dtype, paged, rng):
     pools = [kvfast.PagedMLAKVCache(1, 48, 16, 20, dtype=dtype) if paged else None for _ in range(2)]
     cache, alone = (pool.new_sequence() if paged else kvfast.MLAKVCache(1, 48, 16, dtype=dtype) for pool in pools)
     for one in (cache, alone):
-        one.append(0, given[0, :60])
-        one.advance(60)
+        filled(one, given[0, :60])
     branch = [1, 3, 4, 17, 29]
     cache.append(0, given[0, 60:])
     cache.truncate(60, branch)

@@ -5,7 +5,7 @@ import gc
 
 import numpy as np
 import pytest
-from cache_kinds import DTYPES, PLAIN
+from cache_kinds import DTYPES, PLAIN, filled
 
 import kvfast
 
@@ -41,8 +41,7 @@ def test_large_output_is_written_past_the_caches(rng, dtype):
     small, large = (kvfast.KVCache(1, 8, 62, dtype=dtype) for _ in range(2))
     for cache, n in ((small, 1000), (large, 9000)):
         for first in range(0, n, 1000):
-            cache.append(0, *rows[:, first : first + 1000])
-            cache.advance(1000)
+            filled(cache, *rows[:, first : first + 1000])
     coded = 832  # whole blocks; what is newer is float rows in the small cache
     for read in (kvfast.KVCache.k, kvfast.KVCache.v):
         assert read(large, 0).nbytes >= 16 << 20
@@ -97,8 +96,7 @@ def test_lengths_advance_truncate_clear(rng, dtype):
 def test_copies_are_independent(rng, copier, max_seq_len):
     cache = kvfast.KVCache(1, 2, 24, max_seq_len=max_seq_len, k_dtype="int8", v_dtype="int4")
     k = rows(rng, 70)
-    cache.append(0, k, k)
-    cache.advance(70)
+    filled(cache, k, k)
     other = copier(cache)
     q = rows(rng, 3, 4)
     assert np.array_equal(other.attend(0, q), cache.attend(0, q)) and len(other) == 70 and other.dtype == cache.dtype

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS, SEALING, UNSEALED, Stream
+from cache_kinds import FORMATS, SEALING, UNSEALED, Stream, filled
 from reference import attention, bound, relative_error
 from selection import parametrize
 
@@ -80,8 +80,7 @@ def test_against_float64(isa, rng):
     pool, (k, v) = pool_of("int8", layers=1), rng.standard_normal((2, 900, 2, 20)).astype(np.float32)
     sequence = pool.new_sequence()
     for at in range(0, 900, 60):
-        sequence.append(0, k[at : at + 60], v[at : at + 60])
-        sequence.advance(60)
+        filled(sequence, k[at : at + 60], v[at : at + 60])
     shown = sequence.positions()
     assert shown.tolist() == [*range(5), *range(800, 900)]
     expected, _ = attention(Q[:1], sequence.k(0), sequence.v(0))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_kinds import DTYPES
+from cache_kinds import DTYPES, filled
 from reference import attention, bound, relative_error
 from selection import on_tiers
 
@@ -38,8 +38,7 @@ def test_against_oracle(rng, dtype, num_sink_tokens):
     """Sinks in the float64 oracle, for a contiguous cache: the bits of the ring are the same."""
     cache = kvfast.KVCache(1, 2, 64, dtype=dtype)
     k, v = tokens(rng, 333)
-    cache.append(0, k, v)
-    cache.advance(333)
+    filled(cache, k, v)
     q = rng.standard_normal((7, 4, 64)).astype(np.float32)
     out = cache.attend(0, q, sliding_window=50, num_sink_tokens=num_sink_tokens, softcap=20.0)
     expected, _ = attention(q, cache.k(0), cache.v(0), sliding_window=50, num_sink_tokens=num_sink_tokens, softcap=20.0)
@@ -99,15 +98,13 @@ def test_going_back_after_the_ring_has_wrapped(rng, dtype):
     ring = kvfast.RingKVCache(1, 2, 64, sliding_window=100, num_sink_tokens=3, rollback=40, dtype=dtype)
     expected = kvfast.KVCache(1, 2, 64, dtype=dtype)
     for cache in (ring, expected):
-        cache.append(0, k[:1900], v[:1900])
-        cache.advance(1900)
+        filled(cache, k[:1900], v[:1900])
     before = ring.attend(0, q)
     with pytest.raises(ValueError, match="cannot go back to 1859 tokens.*down to 1860"):
         ring.truncate(1859)
     assert len(ring) == 1900
     ring.truncate(1860)
-    ring.append(0, k[1860:1900], v[1860:1900])
-    ring.advance(40)
+    filled(ring, k[1860:1900], v[1860:1900])
     assert np.array_equal(ring.attend(0, q), before)
     for cache in (ring, expected):
         cache.truncate(1860)
@@ -121,9 +118,7 @@ def test_going_back_after_the_ring_has_wrapped(rng, dtype):
 
 def test_copies_are_independent(rng):
     k, v = tokens(rng, 300)
-    ring = kvfast.RingKVCache(1, 2, 64, sliding_window=64, num_sink_tokens=1)
-    ring.append(0, k, v)
-    ring.advance(300)
+    ring = filled(kvfast.RingKVCache(1, 2, 64, sliding_window=64, num_sink_tokens=1), k, v)
     other = ring.copy()
     before = ring.k(0)
     other.append(0, k[:5], v[:5])
@@ -201,8 +196,7 @@ def test_bad_input(rng):
         kvfast.RingKVCache(2, 2, 64, 4, rope="cache")
     ring = kvfast.RingKVCache(1, 2, 64, sliding_window=10, num_sink_tokens=2, rollback=0)
     k, v = tokens(rng, 300)
-    ring.append(0, k, v)
-    ring.advance(300)
+    filled(ring, k, v)
     q = np.ones((1, 2, 64), np.float32)
     for options, message in [
         ({"sliding_window": 11}, "at most the 10 tokens"),
@@ -222,8 +216,7 @@ def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path,
     ring = kvfast.RingKVCache(1, 3, 15, sliding_window=16, rollback=1, dtype=form)
     k, v = rng.standard_normal((2, 82, 3, 15), np.float32)
     for first, last in [(0, 65), (65, 81)]:
-        ring.append(0, k[first:last], v[first:last])
-        ring.advance(last - first)
+        filled(ring, k[first:last], v[first:last])
     if way == "snapshot":
         other = kvfast.load(ring.snapshot())
     elif way == "state":
@@ -267,9 +260,7 @@ def test_chunks(dtype):
 def test_batches_keep_to_chunks():
     pool = kvfast.PagedKVCache(1, 2, 32, 64, dtype="float32")
     k, v, q = np.random.default_rng(0).standard_normal((3, 400, 2, 32)).astype(np.float32)
-    first = pool.new_sequence()
-    first.append(0, k, v)
-    first.advance(400)
+    first = filled(pool.new_sequence(), k, v)
     sequences = [first, first.fork()]
     found = pool.attend_batch(0, q[:2], sequences, attention_chunk_size=300)
     expected, _ = attention(q[:1], k, v, attention_chunk_size=300)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_kinds import DTYPES, FORMATS, SEALING
+from cache_kinds import DTYPES, FORMATS, SEALING, filled
 from reference import attention, bound, relative_error
 from rotated_reference import DIM, HEADS, Model, frequencies, turn
 
@@ -63,15 +63,13 @@ def test_all_tokens_computed_again(rng, dtype):
         k, v = rng.standard_normal((2, n + 9, HEADS, DIM)).astype(np.float32)
         caches = [cache_of(dtype) for _ in range(3)]
         for cache in caches:
-            cache.append(0, k[:n], v[:n])
-            cache.advance(n)
+            filled(cache, k[:n], v[:n])
         caches[1].splice(caches[2].snapshot(), rope=kvfast.Rope(), recomputed=n)
         assert not caches[1].is_spliced
         for _ in range(2):
             assert np.array_equal(caches[0].attend(0, k[:9]), caches[1].attend(0, k[:9]))
             for cache in caches[:2]:
-                cache.append(0, k[n:], v[n:])
-                cache.advance(9)
+                filled(cache, k[n:], v[n:])
 
 
 def test_options_work_on_positions_in_the_whole_cache():
@@ -112,8 +110,7 @@ def test_queries_that_see_the_first_part_alone_have_its_bits(rng, dtype):
     for length, n, window, num_sink_tokens in ((70, 16, 28, 5), (65, 16, 6, 1), (70, 16, 66, 3), (300, 9, 5, 40), (90, 16, 60, 0)):
         cache, other = cache_of(dtype), cache_of(dtype)
         for one, count in ((cache, length), (other, 3)):
-            one.append(0, *rng.standard_normal((2, count, HEADS, DIM), np.float32))
-            one.advance(count)
+            filled(one, *rng.standard_normal((2, count, HEADS, DIM), np.float32))
         alone, options = cache.fork(), {"sliding_window": window, "num_sink_tokens": num_sink_tokens}
         cache.splice(other, rope=None)
         q = rng.standard_normal((n, 2 * HEADS, DIM), np.float32)
@@ -396,8 +393,7 @@ def test_rows_that_need_exact_weights_are_read_again_in_all_segments(isa, dtype)
         cache = kvfast.KVCache(1, 1, 512, dtype=dtype)
         for v in values:
             chunk = kvfast.KVCache(1, 1, 512, dtype=dtype)
-            chunk.append(0, np.random.default_rng(2).standard_normal((160, 1, 512), np.float32), v)
-            chunk.advance(160)
+            filled(chunk, np.random.default_rng(2).standard_normal((160, 1, 512), np.float32), v)
             cache.splice(chunk, rope=ROPES["halves"])
         assert len(cache.explain(0, (64, 4, 512)).items) == 2
         q = np.random.default_rng(3).standard_normal((64, 4, 512), np.float32)
@@ -447,8 +443,7 @@ def test_chunks_with_blocks_of_another_size(dtype, size, other_size):
         again.restore(cache.snapshot())
         assert again.snapshot() == snapshot
         for one in (cache, small.cache):
-            one.append(0, *np.ones((2, 7, HEADS, DIM), np.float32))
-            one.advance(7)
+            filled(one, *np.ones((2, 7, HEADS, DIM), np.float32))
         assert np.array_equal(cache.k(0), small.cache.k(0)) and np.array_equal(cache.v(0), small.cache.v(0))
         for one in (cache, small.cache):
             one.truncate(len(one) - 7)
@@ -524,8 +519,7 @@ def test_threads_read_a_spliced_cache_together(dtype):
 def test_a_secure_cache_overwrites_the_blocks_of_dropped_tokens():
     cache = kvfast.KVCache(1, HEADS, 32, 256, "float32", secure=True)
     k = np.full((256, HEADS, 32), 7.0, np.float32)
-    cache.append(0, k, k)
-    cache.advance(256)
+    filled(cache, k, k)
     seen = cache.k(0)[64:128]
     assert (seen == 7).all()
     cache.drop(64, 128, rope=None)
@@ -544,9 +538,7 @@ def test_a_refused_drop_of_a_secure_pool_takes_no_block():
     """Two blocks are cut, one is free: a known one, which stays to be found."""
     rows = lambda n: np.ones((2, n, 1, 16), np.float32)
     pool = kvfast.PagedKVCache(1, 1, 16, num_blocks=4, block_size=16, dtype="int8", secure=True)
-    sequence = pool.new_sequence()
-    sequence.append(0, *rows(48))
-    sequence.advance(48)
+    sequence = filled(pool.new_sequence(), *rows(48))
     fork = sequence.fork()
     known = pool.new_sequence()
     known.append(0, *rows(16))

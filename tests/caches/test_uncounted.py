@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_kinds import HEADS, KINDS, LAYERS, contents, fill, make, same, tokens
+from cache_kinds import HEADS, KINDS, LAYERS, contents, fill, filled, make, same, tokens
 
 import kvfast
 
@@ -121,9 +121,7 @@ def test_repr_tells_them(kind, rng):
 
 
 def opened_latent():
-    cache = kvfast.MLAKVCache(1, 16, 8)
-    cache.append(0, np.ones((30, 24), np.float32))
-    cache.advance(30)
+    cache = filled(kvfast.MLAKVCache(1, 16, 8), np.ones((30, 24), np.float32))
     cache.append(0, np.ones((7, 24), np.float32))
     return cache
 
@@ -178,8 +176,7 @@ def test_guesses_that_nobody_counted_leave_no_trace(kind, dtype, length):
             cache = kvfast.PagedKVCache(1, 2, 64, num_blocks=8, dtype=dtype).new_sequence()
         else:
             cache = kvfast.KVCache(1, 2, 64, dtype=dtype) if kind == "contiguous" else kvfast.RingKVCache(1, 2, 64, 150, dtype=dtype)
-        cache.append(0, k[:length], v[:length])
-        cache.advance(length)
+        filled(cache, k[:length], v[:length])
         if guesses:
             rows = [*range(length, length + right), *range(190 - guesses + right, 190)]
             cache.append(0, k[rows], v[rows])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 from selection import exhaustive
 
 import kvfast
@@ -126,8 +127,7 @@ def test_a_spliced_cache_runs_in_c(runtimes, rng, paged):
     for run in (python_run, lambda *given: runtimes[0].run(*given)):
         pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=20, dtype="int8")
         cache, chunk = pool.new_sequence() if paged else kvfast.KVCache(1, 2, 32, 200, "int8"), kvfast.KVCache(1, 2, 32, dtype="int8")
-        chunk.append(0, k[0, :30], v[0, :30])
-        chunk.advance(30)
+        filled(chunk, k[0, :30], v[0, :30])
         cache.splice(chunk, chunk, rope=kvfast.Rope())
         caches.append(cache)
         outs.append(np.zeros((1, 40, 2, 32), np.float32))
@@ -244,8 +244,7 @@ def test_a_freed_sequence_and_a_cache_in_use(runtimes, rng):
 
 def test_a_cache_in_use_says_so(runtimes, rng):
     cache, k = kvfast.KVCache(1, 2, 64, 8192, "float32"), rng.standard_normal((8192, 2, 64), dtype=np.float32)
-    cache.append(0, k[:8000], k[:8000])
-    cache.advance(8000)
+    filled(cache, k[:8000], k[:8000])
     seen, stop = set(), threading.Event()
 
     def change():

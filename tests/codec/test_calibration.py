@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cache_kinds import DIM, HEADS, KINDS, LAYERS, contents, fill, make, relative_rms, same, tokens
+from cache_kinds import DIM, HEADS, KINDS, LAYERS, contents, fill, filled, make, relative_rms, same, tokens
 from reference import attention, relative_error
 
 import kvfast
@@ -262,8 +262,7 @@ class TestCaches:
 
     def test_one_layer_is_enough_for_its_file(self, calibration, name):
         cache = kvfast.KVCache(1, HEADS, DIM, dtype=formats(calibration[1])[name])
-        cache.append(0, *np.random.default_rng(18).standard_normal((2, 150, HEADS, DIM)).astype(np.float32))
-        cache.advance(150)
+        filled(cache, *np.random.default_rng(18).standard_normal((2, 150, HEADS, DIM)).astype(np.float32))
         for given in (calibration, calibration[1]):
             again = kvfast.KVCache.from_state_dict(cache.state_dict(), given)
             assert np.array_equal(again.k(0), cache.k(0)) and again.format == cache.format

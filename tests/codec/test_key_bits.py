@@ -3,7 +3,7 @@ memory of somebody else: nothing outside is read or written, and all readers agr
 
 import numpy as np
 import pytest
-from cache_kinds import relative_rms
+from cache_kinds import filled, relative_rms
 from pool_buffers import before_a_page
 from reference import attention, bound, relative_error
 
@@ -38,8 +38,7 @@ def with_flags(snapshot, flags, rng):
 @pytest.mark.parametrize("dtype", ["int3", "int4"])
 def test_all_readers_agree_on_any_flags(isa, rng, dtype, name, head_dim):
     cache = kvfast.KVCache(1, 1, head_dim, dtype=KVFormat(dtype, per_channel=True))
-    cache.append(0, *rng.standard_normal((2, 1300, 1, head_dim), np.float32))
-    cache.advance(1300)
+    filled(cache, *rng.standard_normal((2, 1300, 1, head_dim), np.float32))
     given = with_flags(cache.snapshot(), FLAGS[name], rng)
     changed = kvfast.load(given)
     k, v = changed.k(0), changed.v(0)
@@ -49,8 +48,7 @@ def test_all_readers_agree_on_any_flags(isa, rng, dtype, name, head_dim):
         assert relative_error(changed.attend(0, q), attention(q, k, v)[0]) < bound(dtype)
     again = kvfast.load(given)  # tokens after the kept ones are encoded with the block's statistics
     again.truncate(100)
-    again.append(0, *rng.standard_normal((2, 200, 1, head_dim), np.float32))
-    again.advance(200)
+    filled(again, *rng.standard_normal((2, 200, 1, head_dim), np.float32))
     assert np.array_equal(again.k(0)[:64], k[:64]) and np.isfinite(again.attend(0, q)).all()
 
 
@@ -60,8 +58,7 @@ def test_flags_that_change_in_the_memory_of_a_pool(isa, rng, dtype):
     codes = 64 * 64 * int(dtype[3:]) // 8
     with before_a_page(buffer_layout(*shape, form).nbytes) as memory:
         sequence = kvfast.PagedKVCache(*shape, form, buffer=memory).new_sequence()
-        sequence.append(0, *rng.standard_normal((2, 256, 1, 64), np.float32))
-        sequence.advance(256)
+        filled(sequence, *rng.standard_normal((2, 256, 1, 64), np.float32))
         scales = memory.reshape(4, -1)[:, codes + 128 : codes + 256].view(np.uint16)  # after the codes and offsets of keys
         for _ in range(20):
             before = sequence.k(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS
+from cache_kinds import FORMATS, filled
 from selection import parametrize
 
 import kvfast
@@ -35,14 +35,11 @@ def calls(form):
     rng = np.random.default_rng(0)
     few_rows = [(length, heads, 128, 1) for length, heads in ((333, 2), (210, 4), (77, 6), (130, 8))]
     for length, heads, dim, queries in ((5, 2, 20, 3), (700, 12, 64, 1), (1300, 4, 128, 3), *few_rows):
-        cache = kvfast.KVCache(1, 2, dim, dtype=form)
-        cache.append(0, *rng.standard_normal((2, length, 2, dim), np.float32))
-        cache.advance(length)
+        cache = filled(kvfast.KVCache(1, 2, dim, dtype=form), *rng.standard_normal((2, length, 2, dim), np.float32))
         yield functools.partial(cache.attend, 0, rng.standard_normal((queries, heads, dim), np.float32))
     ring = kvfast.RingKVCache(1, 2, 32, dtype=form, sliding_window=200, num_sink_tokens=20)
     for rows in rng.standard_normal((5, 2, 100, 2, 32), np.float32):
-        ring.append(0, *rows)
-        ring.advance(100)
+        filled(ring, *rows)
     yield functools.partial(ring.attend, 0, rng.standard_normal((1, 4, 32), np.float32))
 
 
@@ -62,9 +59,7 @@ def test_the_same_bits_whatever_is_chosen(isa, form):
 def test_the_same_bits_of_pages(isa, form, dim, rows, rng):
     """For blocks of 16 tokens."""
     cache = kvfast.PagedKVCache(1, 2, dim, 20, 16, dtype=form)
-    sequence = cache.new_sequence()
-    sequence.append(0, *rng.standard_normal((2, 99, 2, dim), np.float32))
-    sequence.advance(99)
+    sequence = filled(cache.new_sequence(), *rng.standard_normal((2, 99, 2, dim), np.float32))
     q = rng.standard_normal((1, 2 * rows, dim), np.float32)
     found = set()
     for level in prefetching.LEVELS:
@@ -75,9 +70,7 @@ def test_the_same_bits_of_pages(isa, form, dim, rows, rng):
 
 @pytest.mark.parametrize("form", ["float16", "int8", "int4-plain"])
 def test_the_same_bits_of_latent_rows(form, rng):
-    cache = kvfast.MLAKVCache(1, 64, 32, dtype=form)
-    cache.append(0, rng.standard_normal((300, 64 + 32), np.float32))
-    cache.advance(300)
+    cache = filled(kvfast.MLAKVCache(1, 64, 32, dtype=form), rng.standard_normal((300, 64 + 32), np.float32))
     q = rng.standard_normal((1, 8, 64 + 32), np.float32)
     found = set()
     for level in prefetching.LEVELS:

@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 import pytest
-from cache_kinds import KINDS, fill, make
+from cache_kinds import KINDS, fill, filled, make
 from compressed_rows import METHODS, correlated
 from file_parts import with_text
 from fuzz_cache_file import places
@@ -37,17 +37,13 @@ def heads():
 
 
 def latent():
-    cache = kvfast.MLAKVCache(1, 16, 1)
-    cache.append(0, np.ones((50, 17), np.float32))
-    cache.advance(50)
+    cache = filled(kvfast.MLAKVCache(1, 16, 1), np.ones((50, 17), np.float32))
     return cache
 
 
 def one_of_each():
     """A cache whose sizes are all 1, where a boolean could stand for them."""
-    cache = kvfast.KVCache(1, 1, 1, 1, dtype="float16", block_size=16)
-    cache.append(0, *np.ones((2, 1, 1, 1), np.float32))
-    cache.advance(1)
+    cache = filled(kvfast.KVCache(1, 1, 1, 1, dtype="float16", block_size=16), *np.ones((2, 1, 1, 1), np.float32))
     return cache
 
 

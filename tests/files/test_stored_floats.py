@@ -5,7 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
-from cache_kinds import DIM, FORMATS, KINDS, LAYERS, Stream, fill, make
+from cache_kinds import DIM, FORMATS, KINDS, LAYERS, Stream, fill, filled, make
 from compressed_rows import METHODS, correlated
 from dict_store import DictStore
 from file_parts import with_tensors
@@ -116,8 +116,7 @@ def test_the_largest_numbers_come_back(name):
         assert kvfast.KVCache.from_state_dict(state).snapshot() == cache.snapshot()
         assert np.isfinite(cache.k(0)).all() and np.isfinite(cache.v(0)).all()
         cache.truncate(size + size // 2)  # within a sealed block
-        cache.append(0, *2 * [(signs[:3] * most).astype(np.float32)])
-        cache.advance(3)
+        filled(cache, *2 * [(signs[:3] * most).astype(np.float32)])
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "means, int8", "int5/int2", "float16", "float32"])

@@ -1,6 +1,6 @@
 """The blocks of a pool against a model of them, for `fuzz_caches`: who owns each, which are known by their tokens, what is free.
 
-Each sequence has a cache of its own beside it, which had the same steps: a KVCache, a RingKVCache or an MLAKVCache. All bits are the same.
+Each sequence has a cache of its own with it, which had the same steps: a KVCache, a RingKVCache or an MLAKVCache. All bits are the same.
 """
 
 import numpy as np

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 
@@ -307,8 +308,7 @@ def test_a_ring_with_a_rope_has_its_own_pairs():
 
 def test_more_errors_that_tell_the_way_out(tmp_path):
     cache, rows = kvfast.KVCache(1, 2, 64, dtype="int8"), np.ones((3, 2, 64), np.float32)
-    cache.append(0, rows, rows)
-    cache.advance(3)
+    filled(cache, rows, rows)
     compressed = tmp_path / "compressed.safetensors"
     kvfast.KVCacheCompressor(kvfast.Quantize("int8-plain")).compress_kv_3d(rows.swapaxes(0, 1), rows.swapaxes(0, 1)).save(compressed)
     pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=2)
@@ -327,12 +327,10 @@ def test_a_text_is_no_truth_value(tmp_path):
     """bool("False") is True: every flag says so before anything changes."""
     rows = np.ones((70, 2, 64), np.float32)
     cache, pool, q = kvfast.KVCache(1, 2, 64), kvfast.PagedKVCache(1, 2, 64, num_blocks=4), rows[:1]
-    cache.append(0, rows, rows)
-    cache.advance(70)
+    filled(cache, rows, rows)
     cache.save(tmp_path / "cache")
     sequence, slots = pool.new_sequence(), kvfast.PagedKVCache(1, 2, 64, num_blocks=4, dtype="int8")
-    sequence.append(0, rows, rows)
-    sequence.advance(70)
+    filled(sequence, rows, rows)
     compressed = kvfast.KVCacheCompressor(kvfast.Quantize()).compress_kv_3d(rows.swapaxes(0, 1), rows.swapaxes(0, 1))
     qkv, turn = np.ones((1, 6 * 64), np.float32), np.ones((1, 32), np.float32)
     for name, call in {
@@ -367,8 +365,7 @@ def test_a_mask_is_refused_wherever_an_array_is_due():
         kvfast.KVCache(1, 2, 64, dtype="int8", max_state_bytes=1 << 20),
         kvfast.PagedKVCache(1, 2, 64, num_blocks=2, dtype="int8"),
     )
-    cache.append(0, rows, rows)
-    cache.advance(3)
+    filled(cache, rows, rows)
     slots.append_batch(0, rows, rows, [0, 1, 2])
     before = cache.state_dict(), slots.attend_batch(0, rows[:1], **layout)
     for name, call in {

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS
+from cache_kinds import FORMATS, filled
 from selection import parametrize
 
 import kvfast
@@ -50,9 +50,7 @@ def set_mode(word):
 
 def bits(dtype, k, v, q, num_threads):
     kvfast.set_num_threads(num_threads)
-    cache = kvfast.KVCache(1, k.shape[1], k.shape[2], dtype=dtype)
-    cache.append(0, k, v)
-    cache.advance(len(k))
+    cache = filled(kvfast.KVCache(1, k.shape[1], k.shape[2], dtype=dtype), k, v)
     outputs = [cache.attend(0, q[:n], return_lse=True) for n in (1, 16, 64)]
     return [*cache.state_dict().values(), cache.k(0), cache.v(0), *(one for pair in outputs for one in pair)]
 

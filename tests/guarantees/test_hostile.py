@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from cache_kinds import DTYPES, PLAIN
+from cache_kinds import DTYPES, PLAIN, cache_of
 from reference import attention, bound, relative_error
 
 import kvfast
@@ -16,13 +16,6 @@ MOST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4028235e38, "int8-
 
 def normal(rng, *shape):
     return rng.standard_normal(shape, np.float32)
-
-
-def filled(k, v, dtype, **options):
-    cache = kvfast.KVCache(1, k.shape[1], k.shape[2], dtype=dtype, **options)
-    cache.append(0, k, v)
-    cache.advance(len(k))
-    return cache
 
 
 def summed(q, k, v, **options):
@@ -49,7 +42,7 @@ def test_from_denormals_to_large_numbers(isa, rng, dtype, magnitude):
     """Keys that small give even weights, and values come back as well as their format tells so small numbers."""
     k, v, q = (normal(rng, n, 2, 20) for n in (70, 70, 2))
     with np.errstate(under="ignore"):
-        cache = filled(k * np.float32(magnitude), v * np.float32(magnitude), dtype)
+        cache = cache_of(dtype, k * np.float32(magnitude), v * np.float32(magnitude))
         stored = cache.v(0)
         if dtype in PLAIN[:1]:
             assert np.array_equal(stored, v * np.float32(magnitude))
@@ -68,7 +61,7 @@ def test_the_largest_numbers(isa, rng, dtype, side):
     k, v, q = normal(rng, 40, 2, 16), normal(rng, 40, 2, 16), normal(rng, 2, 4, 16)
     # A query that makes small scores of codes that large would itself be too small to be told as codes.
     large = np.clip(normal(rng, 40, 2, 16), -1, 1) * np.float32(most / (1e10 if side == "k" and "int" in dtype else 64))
-    cache = filled(*((large, v) if side == "k" else (k, large)), dtype)
+    cache = cache_of(dtype, *((large, v) if side == "k" else (k, large)))
     check(cache, q / np.abs(large).max() if side == "k" else q, dtype)
     before = len(cache), cache.k(0).tobytes(), cache.v(0).tobytes()
     beyond = np.full((1, 2, 16), np.inf, np.float32)
@@ -86,7 +79,7 @@ def test_a_score_beyond_float32_is_refused(isa, rng, dtype, num_queries):
     k, v = normal(rng, 300, 2, 32), normal(rng, 300, 2, 32)
     k *= np.float32(1000)
     q = normal(rng, num_queries, 4, 32)
-    cache = filled(k, v, dtype)
+    cache = cache_of(dtype, k, v)
     good = cache.attend(0, q, scale=1e-3)
     for factor in (3e38, -3e38):
         with pytest.raises(kvfast.NonFiniteInputError, match="beyond float32"):
@@ -101,7 +94,7 @@ def test_sums_of_products_that_cancel_are_refused_and_not_lost(isa, rng):
     k, v = normal(rng, 200, 1, 16), normal(rng, 200, 1, 16)
     k[77] = np.float32(3e38) * np.array([1, -1] * 8, np.float32)
     for k_dtype in ("float32", "bfloat16"):
-        cache = filled(k, v, k_dtype)
+        cache = cache_of(k_dtype, k, v)
         for q in (np.full((1, 2, 16), 3e5, np.float32), np.full((20, 2, 16), 3e5, np.float32)):
             try:
                 out = cache.attend(0, q)
@@ -115,16 +108,16 @@ def test_sums_of_products_that_cancel_are_refused_and_not_lost(isa, rng):
 def test_sums_of_values_beyond_float32_are_refused(isa, dtype):
     """As many equal values as there are weights: their mean is in range, their sum is not."""
     v = np.full((50, 1, 16), MOST[dtype] / 4, np.float32)
-    cache = filled(np.zeros_like(v), v, dtype)
+    cache = cache_of(dtype, np.zeros_like(v), v)
     with contextlib.suppress(kvfast.NonFiniteInputError):
         assert relative_error(cache.attend(0, v[:1] * 0), v[:1].astype(np.float64)) < 1e-2
-    few = filled(np.zeros_like(v[:2]), v[:2], dtype)
+    few = cache_of(dtype, np.zeros_like(v[:2]), v[:2])
     assert relative_error(few.attend(0, v[:1] * 0), few.v(0)[:1].astype(np.float64)) < bound(dtype)
 
 
 def test_an_output_that_out_cannot_hold_is_refused(isa):
     v = np.full((3, 1, 16), 1e6, np.float32)
-    cache = filled(np.zeros_like(v), v, "float32")
+    cache = cache_of("float32", np.zeros_like(v), v)
     with pytest.raises(kvfast.NonFiniteInputError, match="beyond float16"):
         cache.attend(0, v[:1] * 0, out=np.zeros((1, 1, 16), np.float16))
 
@@ -141,7 +134,7 @@ def test_rows_without_shape(isa, rng, dtype, rows):
     elif rows == "one large":
         k[::7, :, 3] = 1000
         v[5] = 1000
-    cache = filled(k, v, dtype)
+    cache = cache_of(dtype, k, v)
     q = normal(rng, 3, 4, 40)
     if rows == "zero":
         assert not cache.k(0).any() and not cache.v(0).any() and not cache.attend(0, q).any()
@@ -156,7 +149,7 @@ def test_scores_that_overflow_a_naive_softmax(isa, rng, dtype, scale):
     so that its own rounding weighs nothing."""
     k, v = normal(rng, 150, 1, 32), normal(rng, 150, 1, 32)
     q = k[[10, 120]] * 20
-    cache = filled(k, v, dtype)
+    cache = cache_of(dtype, k, v)
     check(cache, q, dtype, scale=scale, causal=False)
     check(cache, -q * 0 - 20, dtype, scale=0.01, causal=False)
 
@@ -164,7 +157,7 @@ def test_scores_that_overflow_a_naive_softmax(isa, rng, dtype, scale):
 def test_a_query_always_sees_its_own_token(rng):
     """Nothing that can be asked for masks all of a query's tokens; `merge_states` tells what that would be."""
     k, v, q = normal(rng, 30, 1, 16), normal(rng, 30, 1, 16), normal(rng, 5, 1, 16)
-    cache = filled(k, v, "float32")
+    cache = cache_of("float32", k, v)
     out = cache.attend(0, q, sliding_window=1)
     assert relative_error(out, v[-5:].astype(np.float64)) < 1e-5
     with pytest.raises(ValueError, match="sliding_window"):
@@ -189,7 +182,7 @@ def test_a_million_tokens(dtype):
         cache.advance(count)
     assert len(cache) == 1 << 20
     q = rng.standard_normal((1, 2, dim), np.float32)
-    once = filled(k, v, dtype)
+    once = cache_of(dtype, k, v)
     for options in ({}, {"num_splits": 1}, {"num_splits": 1000}):
         out, lse = cache.attend(0, q, return_lse=True, **options)
         expected, expected_lse = attention(q, once.k(0), once.v(0))
@@ -201,7 +194,7 @@ def test_a_million_tokens(dtype):
 @pytest.mark.parametrize("head_dim", [1, 512])
 def test_the_smallest_and_the_largest_head(isa, rng, dtype, head_dim):
     k, v, q = normal(rng, 90, 2, head_dim), normal(rng, 90, 2, head_dim), normal(rng, 20, 4, head_dim)
-    check(filled(k, v, dtype), q, dtype)
+    check(cache_of(dtype, k, v), q, dtype)
 
 
 def test_rotation_and_norm_beyond_float32_are_refused(isa):

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 from kvfast.storage.sequences.heads import push
 from selection import parametrize
 
@@ -61,9 +62,7 @@ def long_rows(rng, tokens, heads=HEADS):
     usual=[("float16", 1), ("int8", 2), ("int4", 1), ("int4", 2)],
 )
 def test_prefill(rng, dtype, num_threads):
-    cache = kvfast.KVCache(1, HEADS, DIM, dtype=dtype)
-    cache.append(0, *rng.standard_normal((2, 4096, HEADS, DIM), np.float32))
-    cache.advance(4096)
+    cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), *rng.standard_normal((2, 4096, HEADS, DIM), np.float32))
     out = np.empty((4096, 4 * HEADS, DIM), np.float16)
     q = long_rows(rng, 4096, 4 * HEADS)
     before = cache.attend(0, q[:1])
@@ -111,8 +110,7 @@ def test_append(rng, kind, dtype):
     assert len(cache) == cache.layer_length(0) == 70 and cache.block_indices().tolist() == blocks
     assert np.array_equal(cache.k(0), other.k(0))
     for one in caches:
-        one.append(0, k[:300], k[:300])
-        one.advance(300)
+        filled(one, k[:300], k[:300])
     assert np.array_equal(cache.k(0), other.k(0)) and np.array_equal(cache.v(0), other.v(0))
 
 

@@ -5,7 +5,7 @@ import inspect
 
 import numpy as np
 import pytest
-from cache_kinds import DIM, HEADS, KINDS, LAYERS, fill, make, tokens
+from cache_kinds import DIM, HEADS, KINDS, LAYERS, fill, filled, make, tokens
 
 import kvfast
 from kvfast.caches.multi_head import MultiHeadConfig
@@ -61,9 +61,7 @@ def things(tmp_path):
         compressed = kvfast.KVCacheCompressor(method).compress_cache(cache, 0)
         yield compressed
         yield kvfast.PrefixKVCache([compressed] * LAYERS)
-    latent = kvfast.MLAKVCache(1, 32, 8, 200, dtype="float32")
-    latent.append(0, rng.standard_normal((100, 40), np.float32))
-    latent.advance(100)
+    latent = filled(kvfast.MLAKVCache(1, 32, 8, 200, dtype="float32"), rng.standard_normal((100, 40), np.float32))
     yield latent
     hybrid = fill(kvfast.KVCache(LAYERS, HEADS, DIM, max_state_bytes=1 << 20), rng, 100)
     hybrid.add_checkpoint({"recurrent": rng.standard_normal((3, 5))})

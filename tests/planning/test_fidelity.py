@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import reference
+from cache_kinds import filled
 
 import kvfast
 
@@ -36,9 +37,7 @@ def direct_kl(q, k, decoded, scale, causal):
 
 
 def stored(k, v, format):
-    cache = kvfast.KVCache(1, *k.shape[1:], dtype=format)
-    cache.append(0, k, v)
-    cache.advance(len(k))
+    cache = filled(kvfast.KVCache(1, *k.shape[1:], dtype=format), k, v)
     return cache
 
 

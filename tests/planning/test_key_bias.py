@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 from kvfast.codec.formats import PRESETS, KVFormat
@@ -22,9 +23,7 @@ def error_of(name, bias):
     rng = np.random.default_rng(0)
     k, v = (rng.standard_normal((1024, 2, 64)).astype(np.float32) for _ in range(2))
     k += bias
-    cache = kvfast.KVCache(1, 2, 64, dtype=name)
-    cache.append(0, k, v)
-    cache.advance(1024)
+    cache = filled(kvfast.KVCache(1, 2, 64, dtype=name), k, v)
     return float(np.sqrt(np.mean((cache.k(0) - k) ** 2)))
 
 

@@ -7,7 +7,7 @@ import json
 import cache_kinds
 import numpy as np
 import pytest
-from cache_kinds import FORMATS, HEADS, LONG_KINDS, MIXED, SEALING, Stream, relative_rms, told
+from cache_kinds import FORMATS, HEADS, LONG_KINDS, MIXED, SEALING, Stream, filled, relative_rms, told
 from reference import attention, bound, relative_error, ways_agree
 from selection import TIERS, cases_of, exhaustive, pairwise, parametrize
 
@@ -556,11 +556,8 @@ def test_few_values_far_from_all_others_do_not_widen_their_channel(isa, rng):
     """The line of least squares goes through the many, and would leave the few several steps outside of the codes."""
     k = np.ones((128, 1, 16), np.float32) + rng.standard_normal((128, 1, 16)).astype(np.float32) * 0.01
     k[:6, 0] = np.array([-1.555, -0.458, 0.229, 0.917, 1.778, 1.02], np.float32)[:, None]
-    cache = kvfast.KVCache(1, 1, 16, dtype=KVFormat("int4", per_channel=True, block_size=128))
-    cache.append(0, k, k)
-    cache.advance(128)
-    cache.append(0, k[:40], k[:40])
-    cache.advance(40)
+    cache = filled(kvfast.KVCache(1, 1, 16, dtype=KVFormat("int4", per_channel=True, block_size=128)), k, k)
+    filled(cache, k[:40], k[:40])
     assert np.abs(cache.k(0)[:128] - k).max() < 1.02 / 15 * (k.max(0) - k.min(0)).max()
 
 
@@ -599,14 +596,12 @@ def test_a_patched_block_that_queries_read_as_floats_yet_is_taken_over(rng, tmp_
         if cut:
             cache.truncate(cut)
         k, v = loud * rng.standard_normal((2, n, HEADS, DIM)).astype(np.float32)
-        cache.append(0, k, v)
-        cache.advance(n)
+        filled(cache, k, v)
         if loud == 3:  # 2 * size + 6 tokens: the block is full, and fewer than 16 tokens follow it
             before, loud_k = cache.k(0), k
             other = WAYS[way](cache, tmp_path / "cache")
             assert np.array_equal(other.k(0), before) and other.snapshot() == cache.snapshot()
-    other.append(0, k, v)
-    other.advance(60)
+    filled(other, k, v)
     assert np.array_equal(other.k(0), cache.k(0)) and np.array_equal(other.v(0), cache.v(0))
     assert relative_rms(other.k(0)[size + 10 : 2 * size], loud_k[: size - 10]) < (0.2 if SEALING[name].k_dtype == "int4" else 0.02)
 
@@ -622,8 +617,7 @@ def test_a_patched_block_is_sealed_once_tokens_that_fit_follow(rng, name):
         k, v = rng.standard_normal((2, 2 * size + max(size, SEALING[name].open_tokens) - len(cache), HEADS, DIM)).astype(np.float32)
         k *= 0.3
         k[10:] *= loud
-        cache.append(0, k, v)
-        cache.advance(len(k))
+        filled(cache, k, v)
         return k[:10], cache.k(0)[size : size + 20]
 
     go_on(3)

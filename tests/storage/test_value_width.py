@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS
+from cache_kinds import FORMATS, filled
 from reference import attention, bound, relative_error
 from selection import TIERS, pairwise
 
@@ -190,9 +190,7 @@ def test_fused_projection(rng, name):
 
 def test_batches(rng):
     pool = kvfast.PagedKVCache(1, HEADS, 24, 80, dtype="int8", v_head_dim=40)
-    a = pool.new_sequence()
-    a.append(0, *tokens(rng, 300, 24, 40))
-    a.advance(300)
+    a = filled(pool.new_sequence(), *tokens(rng, 300, 24, 40))
     b = a.fork()
     pool.append_batch(0, *tokens(rng, 2, 24, 40), pool.slot_mapping([a, b]))
     q = queries(rng, a, 2)
@@ -237,8 +235,7 @@ def test_wrong_widths_are_refused(rng):
 def test_what_has_one_width_refuses_two(rng):
     cache = kvfast.KVCache(1, 2, 32, v_head_dim=16)
     k, v = tokens(rng, 100, 32, 16)
-    cache.append(0, k, v)
-    cache.advance(100)
+    filled(cache, k, v)
     compressor = kvfast.KVCacheCompressor(kvfast.LowRank(rank=4))
     with pytest.raises(kvfast.DimensionMismatchError, match=r"\(2, 100, 32\) and \(2, 100, 16\)"):
         kvfast.PrefixKVCache.compress(cache, compressor)
@@ -271,9 +268,7 @@ def test_files_of_one_width_are_what_they_were(rng):
 
 def test_a_compressed_file_cannot_bring_another_width(rng):
     compressed = kvfast.KVCacheCompressor(kvfast.Quantize(8)).compress_kv_3d(*rng.standard_normal((2, 2, 100, 32)).astype(np.float32))
-    other = kvfast.KVCache(1, 2, 32, dtype="int8", v_head_dim=16)
-    other.append(0, *tokens(rng, 100, 32, 16))
-    other.advance(100)
+    other = filled(kvfast.KVCache(1, 2, 32, dtype="int8", v_head_dim=16), *tokens(rng, 100, 32, 16))
     arrays = {name: array for name, array in compressed.state_dict().items()}
     prefix = next(name for name in arrays if name.endswith("layers.0.k.0")).removesuffix("layers.0.k.0")
     arrays |= {prefix + name: array for name, array in other.state_dict().items()}

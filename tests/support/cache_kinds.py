@@ -133,6 +133,20 @@ class Stream:
         return cache
 
 
+def filled(cache, *rows, counted=True):
+    """The cache, with more tokens, the same in all layers."""
+    for layer in range(cache.num_layers):
+        cache.append(layer, *rows)
+    if counted:
+        cache.advance(len(rows[0]))
+    return cache
+
+
+def cache_of(form, k, v, **options):
+    """A cache of one layer in a format, with some tokens."""
+    return filled(kvfast.KVCache(1, k.shape[1], k.shape[2], dtype=form, v_head_dim=v.shape[2], **options), k, v)
+
+
 def fill(cache, rng, n):
     """The cache, with more complete tokens."""
     if n:

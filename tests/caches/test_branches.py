@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 from cache_kinds import ANY_BLOCK, DIM, FORMATS, HEADS, KINDS, LAYERS, MIXED, contents, filled, make, same, stored, tokens
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from selection import parametrize
 
 import kvfast
@@ -73,40 +71,6 @@ def test_counted_drafts_are_kept_as_if_appended_again_or_refused(kind, name, at,
     stays = next((i for i, row in enumerate(branch) if row != i), len(branch))
     again.truncate(length + stays)
     assert same(cache, append(again, drafts, branch[stays:], counted=True)) and stored(cache) == stored(again)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    kind=st.sampled_from(MOVING),
-    name=st.sampled_from(list(FORMATS)),
-    length=st.integers(16, 150),
-    seed=st.integers(0, 2**20),
-    counted=st.integers(0, 20),
-)
-def test_trees_again_and_again(kind, name, length, seed, counted):
-    """Round after round, with some of the drafts counted, others not, and forks that have the same blocks."""
-    rng = np.random.default_rng(seed)
-    text = rows(rng, length)
-    cache, alone = (append(make(kind, FORMATS[name]), text, counted=True) for _ in range(2))
-    forks = []
-    for _ in range(3):
-        drafts = rows(rng, int(rng.integers(1, 65)))
-        count, start = len(drafts[0][0]), len(cache)
-        branch = np.flatnonzero(rng.random(count) < rng.choice([0.1, 0.5, 0.9]))
-        append(cache, drafts)
-        other = [cache.fork, cache.copy][int(rng.integers(2))]()
-        forks.append((other, contents(other)))
-        cache.truncate(start, branch)
-        append(alone, drafts, branch)
-        assert same(cache, alone)
-        if len(branch):
-            cache.advance(len(branch))
-            alone.advance(len(branch))
-    assert stored(cache) == stored(alone)
-    for other, before in forks:
-        assert same(other, before)
-    more = rows(rng, counted + 1)
-    assert same(append(cache, more, counted=True), append(alone, more, counted=True))
 
 
 def test_what_was_counted_stays_counted(rng):

@@ -85,9 +85,7 @@ def test_lengths_advance_truncate_clear(rng, dtype):
     held = cache.nbytes
     cache.clear()
     assert len(cache) == 0 and cache.nbytes == held
-    for layer in range(2):
-        cache.append(layer, k, k)
-    cache.advance(100)
+    filled(cache, k, k)
     assert np.array_equal(cache.k(0), before[:100])
 
 

@@ -63,7 +63,15 @@ class Twins:
                         self.both(functools.partial(put_rows, self.world, layer=layer, k=k[part], v=v[part]))
                 if often(rng, 0.5):
                     self.attend(source, layer, (k, v))
-            self.both(lambda held: held.cache.advance(n))
+            if often(self.case.fresh, 0.2):
+                branch = np.flatnonzero(self.case.fresh.random(n) < one_of(self.case.fresh, [0.1, 0.5, 0.9]))
+                self.case.note("keep", branch)
+                other = self.busy.cache.fork()  # which has all the drafts yet
+                self.kept.append((other, self.seen(other)))
+                if not isinstance(self.both(lambda held: held.cache.truncate(length, branch)), type):
+                    n = len(branch)
+            if n:
+                self.both(lambda held: held.cache.advance(n))
         elif way < 0.95:
             least = max(length - 40, 0) if often(rng, 0.5) else 0
             if self.world.windows:

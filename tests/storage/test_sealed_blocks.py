@@ -649,34 +649,6 @@ def test_tokens_that_never_came_leave_a_cut_block_as_it_was(rng, name):
         assert np.array_equal(cache.attend(1, q[: min(cut, 3)]), before[1]) and cache.nbytes_used == before[2]
 
 
-@pytest.mark.parametrize("name", SEALING)
-def test_forks_that_are_alive_change_nothing(rng, name):
-    """Whoever shares the blocks of a cache, and for how long: snapshots and forks, before and after tokens come and are taken back."""
-    size = SEALING[name].block_size
-    rows = rng.standard_normal((2, 9 * size, HEADS, DIM)).astype(np.float32)
-    q = rng.standard_normal((3, HEADS, DIM)).astype(np.float32)
-    for _ in range(8):
-        caches, kept = [kvfast.KVCache(1, HEADS, DIM, dtype=SEALING[name]) for _ in range(3)], []
-        for step in range(10):
-            cut = int(rng.integers(1, len(caches[0]) + 1)) if step % 2 else None
-            n = int(rng.choice([1, 5, 17, size // 2, size, size + 36]))
-            first = int(rng.integers(8 * size - n))
-            for i, cache in enumerate(caches):
-                if cut is not None:
-                    cache.truncate(cut)
-                else:
-                    cache.append(0, *rows[:, first : first + n])
-                    if i == 2:
-                        kept.append(cache.fork())  # without the tokens that are not complete
-                    cache.advance(n)
-                if i == 1:
-                    kept = [cache.fork()]
-                elif i == 2 and rng.random() < 0.5:
-                    kept.append(cache.snapshot())
-            shown = [(cache.k(0), cache.v(0), cache.attend(0, q[: len(cache)])) for cache in caches]
-            assert all(np.array_equal(one, other) for other in shown[1:] for one, other in zip(shown[0], other)), (step, cut)
-
-
 def test_forged_patches_are_refused_or_read(rng):
     """What a state says of patched blocks is checked before it is believed; what is believed has its float rows."""
     cache = kvfast.KVCache(1, 1, 16, dtype="int4")

@@ -35,9 +35,7 @@ def fill(rng, cache, n=230):
     """A prompt and a few single tokens, the same in both layers; returns what a layer was given."""
     parts = [tokens(rng, count, cache.head_dim, cache.v_head_dim) for count in (n - 4, 1, 1, 2)]
     for part in parts:
-        for layer in range(cache.num_layers):
-            cache.append(layer, *part)
-        cache.advance(len(part[0]))
+        filled(cache, *part)
     return [np.concatenate(side) for side in zip(*parts)]
 
 
@@ -77,9 +75,7 @@ def test_a_side_is_as_in_a_cache_of_its_width(rng, kind, name, widths):
     for i, width in enumerate(widths):
         alone = KINDS[kind](width, width, STORED[name])
         for part in np.split(given[i], [226, 227, 228]):
-            for layer in range(2):
-                alone.append(layer, part, part)
-            alone.advance(len(part))
+            filled(alone, part, part)
         for layer in range(2):
             assert np.array_equal((cache.k, cache.v)[i](layer), (alone.k, alone.v)[i](layer))
 

@@ -151,43 +151,9 @@ def test_snapshots_stay_as_they_were(runtimes, rng):
 def test_misuse_is_an_error_code(runtimes):
     cache = kvfast.KVCache(2, 2, 16, max_seq_len=4, dtype="int8")
     codes = runtimes[0].misuse(cache)
-    assert [code for code, _ in codes] == [
-        NO_LAYER,
-        INVALID,
-        SHAPE,
-        SHAPE,
-        SHAPE,
-        NO_LAYER,
-        NO_LAYER,
-        INVALID,
-        INVALID,
-        INVALID,
-        INVALID,
-        INVALID,
-        SHAPE,
-        NOT_FINITE,
-        FULL,
-        OK,
-        INVALID,
-        SHAPE,
-        SHAPE,
-        SHAPE,
-        INVALID,
-        INVALID,
-        NOT_FINITE,
-        INVALID,
-        INVALID,
-        NO_LAYER,
-        INVALID,
-        INVALID,
-        INVALID,
-        NO_LAYER,
-        INVALID,
-        INVALID,
-        INVALID,
-        INVALID,
-        1,
-    ]
+    refused = [NO_LAYER, INVALID, *[SHAPE] * 3, NO_LAYER, NO_LAYER, *[INVALID] * 5, SHAPE, NOT_FINITE, FULL]
+    attends = [INVALID, *[SHAPE] * 3, INVALID, INVALID, NOT_FINITE, INVALID, INVALID, NO_LAYER]
+    assert [code for code, _ in codes] == [*refused, OK, *attends, *[INVALID] * 3, NO_LAYER, *[INVALID] * 4, 1]
     assert codes[0][1] == "layer must be between 0 and 1, got -1" and codes[1][1] == "layer 0 holds no tokens to attend to"
     assert "room for 4 of 4 tokens, got 5" in codes[14][1]
     assert codes[29][1] == "layer must be between 0 and 1, got 2"

@@ -54,20 +54,9 @@ WITH_FILES = {"path", "source", "store", "model"}  # parameters that also may ra
 # What these return may be infinite by their definition: a product with any scale, the log-sum-exp of nothing, no bound.
 INFINITE = {"dequantize", "merge_states", "plan"}
 SLOW = {"read_bandwidth", "peak_rate", "fidelity", "choose_format", "plan", "show_config", "config"}
-OFTEN = {
-    "append",
-    "advance",
-    "attend",
-    "truncate",
-    "write",
-    "append_batch",
-    "attend_batch",
-    "slot_mapping",
-    "restore",
-    "snapshot",
-    "fork",
-}
-WRITING = OFTEN - {"attend", "attend_batch"} | {
+CHANGING = {"append", "advance", "truncate", "write", "append_batch", "slot_mapping", "restore", "snapshot", "fork"}
+OFTEN = CHANGING | {"attend", "attend_batch"}
+WRITING = CHANGING | {
     "write_batch",
     "clear",
     "free",

@@ -11,21 +11,8 @@ from kvfast import KVFormat
 
 DIMS = [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 20, 24, 31, 32, 33, 40, 48, 63, 64, 64, 64, 65, 80]
 LARGE_DIMS = [96, 100, 112, 128, 128, 128, 192, 255, 256, 320, 511, 512]
-NAMES = [
-    "int4",
-    "k8v4",
-    "int8",
-    "int8-plain",
-    "int4-plain",
-    "float32",
-    "float16",
-    "bfloat16",
-    "int2-plain",
-    "int3-plain",
-    "int5",
-    "int6",
-    "int7",
-]
+NAMES = ["int4", "k8v4", "int8", "int8-plain", "int4-plain", "float32", "float16", "bfloat16"]
+NAMES += ["int2-plain", "int3-plain", "int5", "int6", "int7"]
 OFTEN = ["int4", "int4", "k8v4", "int8", "float32"]
 FLAVOURS = ["plain", "plain", "loud", "loud", "peaked", "constant", "zeros", "denormal", "tiny", "large"]
 

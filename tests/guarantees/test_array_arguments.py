@@ -522,7 +522,9 @@ OUTS = {
     "PagedMLAKVCache.attend_batch": (5, HEADS, RANK),
 }
 # Parameters that are arrays, and public names that are tried by another's: what a class has inherited, what refuses always.
+INTEGERS = {"positions", "block_table", "seq_lens", "cu_seqlens_q", "slot_mapping", "token_ids", "chosen"}
 ARRAYS = {
+    *INTEGERS,
     "q",
     "k",
     "v",
@@ -545,49 +547,18 @@ ARRAYS = {
     "lse_b",
     "cos",
     "sin",
-    "positions",
     "q_norm",
     "k_norm",
     "sinks",
     "alibi_slopes",
-    "block_table",
-    "seq_lens",
-    "cu_seqlens_q",
-    "slot_mapping",
-    "token_ids",
     "arrays",
     "frequencies",
     "weights",
-    "chosen",
 }
 NUMBERS = {("MLAKVCache.top_k", "k"), ("MLASequence.top_k", "k"), ("PagedMLAKVCache.top_k_batch", "k")}  # of the same names
 UNTRIED = {"Sequence.from_state_dict", "MLASequence.from_state_dict"}
 # Arrays that may be bfloat16: rows of tokens, and other arrays that models keep.
-ROWS = {
-    "q",
-    "k",
-    "v",
-    "x",
-    "qkv",
-    "rows",
-    "keys",
-    "values",
-    "queries",
-    "latent",
-    "down_k",
-    "down_v",
-    "up_k",
-    "up_v",
-    "out_a",
-    "out_b",
-    "q_norm",
-    "k_norm",
-    "cos",
-    "sin",
-    "sinks",
-    "alibi_slopes",
-    "weights",
-}
+ROWS = ARRAYS - INTEGERS - {"codes", "scales", "out", "lse_a", "lse_b", "arrays", "frequencies"} | {"rows"}
 
 
 # The program. ------------------------------------------------------------------------------------------------------------

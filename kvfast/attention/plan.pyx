@@ -152,7 +152,7 @@ cdef void _add(kv_plan *plan, const kv_context *context, Py_ssize_t first_query,
             item.num_queries = n
         end = item.begin + 1
         for i in range(n):
-            end = max(end, first[i].stop, first[i].tree + 1 if first[i].ancestors else 0)
+            end = max(end, first[i].stop, first[i].tree + 1 if first[i].num_runs else 0)
         _close(plan, item, end)
         first_query += n
         num_queries -= n
@@ -219,7 +219,7 @@ cdef int _add_view(kv_plan *plan, const kv_member *member, const kv_segment *seg
         query = plan.call.queries + row + i
         query[0] = plan.call.queries[member.first_query + i]
         narrow(query, segment, sinks)
-        if query.start < query.stop or query.ancestors:
+        if query.start < query.stop or query.num_runs:
             first, last = min(first, i), i
     if plan.given.chosen != NULL:
         for i in range(member.num_queries):

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """What a query sees: sink tokens, a window, a chunk, spans, its ancestors in a tree of drafts; in each segment of a spliced sequence.
 
-A query sees its sink tokens, a range of positions, and those ancestors in a tree that do not follow each other (``kv_query``).
+A query sees its sink tokens, a range of positions, and those runs of ancestors in a tree that do not follow on it (``kv_query``).
 """
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport qsort
@@ -10,11 +10,20 @@ from libc.string cimport memcpy
 from kvfast.attention.options cimport kvfast_options
 from kvfast.attention.refusals cimport VALUE, kv_refusal, no_memory, refuse
 from kvfast.attention.request cimport kv_request
-from kvfast.attention.tasks cimport kv_count_bits, kv_query
+from kvfast.attention.tasks cimport kv_query, kv_run
 from kvfast.attention.workspace cimport SIGHT, kv_workspace, reserve
+
+cdef extern from *:
+    """
+    #define kv_count_bits(bits) __builtin_popcountll(bits)
+    #define kv_first_bit(bits) ((bits) ? __builtin_ctzll(bits) : 64)
+    """
+    int kv_count_bits(uint64_t bits) nogil
+    int kv_first_bit(uint64_t bits) nogil
 
 cdef enum:
     MOST_DRAFTS = 64           # of a tree: the bits of a word
+    MOST_RUNS = 32             # that these can make
 
 
 cdef int _compare(const void *a, const void *b) noexcept nogil:
@@ -29,13 +38,16 @@ cdef bint open_sight(const kv_request *request, kv_workspace *workspace, kv_memb
     cdef Py_ssize_t span = 0, draft = 0, num_spans = options.num_spans, num_parents = options.num_parents, i, number
     cdef Py_ssize_t *spans
     cdef uint64_t *ancestors
+    cdef kv_run *runs
     cdef kv_member *member
     if num_spans == 0 and num_parents == 0 and request.span_counts == NULL and request.parent_counts == NULL:
         return True
-    spans = <Py_ssize_t *>reserve(workspace, SIGHT, 2 * num_spans * sizeof(Py_ssize_t) + num_parents * sizeof(uint64_t) + 1)
+    spans = <Py_ssize_t *>reserve(workspace, SIGHT, 2 * num_spans * sizeof(Py_ssize_t)
+                                  + num_parents * (sizeof(uint64_t) + MOST_RUNS * sizeof(kv_run)) + 1)
     if spans == NULL:
         return no_memory(refusal)
     ancestors = <uint64_t *>(spans + 2 * num_spans)
+    runs = <kv_run *>(ancestors + num_parents)
     if not _are_counts(request.span_counts, request.is_batch, num_spans, count):
         return refuse(refusal, VALUE, b"span_counts must have a number for each of the {0} sequences, together the {1} spans of the "
                       b"options, got {counts}", count, num_spans, <Py_ssize_t>request.span_counts)
@@ -46,7 +58,7 @@ cdef bint open_sight(const kv_request *request, kv_workspace *workspace, kv_memb
         member, number = members + i, i if request.is_batch else -1
         member.num_spans = num_spans if number < 0 else request.span_counts[i] if num_spans else 0
         member.num_drafts = num_parents if number < 0 else request.parent_counts[i] if num_parents else 0
-        member.spans, member.ancestors = spans + 2 * span, ancestors + draft
+        member.spans, member.ancestors, member.runs = spans + 2 * span, ancestors + draft, runs + draft * MOST_RUNS
         if not (_open_spans(options.spans + 2 * span, spans + 2 * span, member, refusal)
                 and _open_tree(options.parents + draft, ancestors + draft, member, refusal)):
             refusal.member = number
@@ -116,7 +128,7 @@ cdef void see(const kv_request *request, const kv_member *member, kv_query *quer
         if position < tree or member.num_drafts == 0:
             _sees(request, member, queries + i, position)
         else:
-            _sees_tree(request, member, queries + i, tree, member.ancestors[position - tree])
+            _sees_tree(request, member, queries + i, tree, position - tree)
         queries[i].token = member.first_query + i
         if member.stops != NULL:
             queries[i].stop = member.stops[i]
@@ -138,14 +150,15 @@ cdef void _sees(const kv_request *request, const kv_member *member, kv_query *qu
                 query.start = min(query.start, member.spans[2 * i])
     query.sink_stop = min(max(options.num_sink_tokens, <Py_ssize_t>0), query.start)
     query.parts = 0
-    query.ancestors = query.tree = 0
+    query.num_runs = query.tree = 0
 
 
 cdef void _sees_tree(const kv_request *request, const kv_member *member, kv_query *query, Py_ssize_t tree,
-                     uint64_t ancestors) noexcept nogil:
+                     Py_ssize_t draft) noexcept nogil:
     """Set what a draft sees: positions before `tree`, where the drafts begin, and its ancestors. Its depth is its position."""
+    cdef uint64_t sinks = 0, ancestors = member.ancestors[draft]
     cdef Py_ssize_t depth = kv_count_bits(ancestors) - 1, place
-    cdef uint64_t sinks = 0
+    cdef kv_run *run = member.runs + draft * MOST_RUNS
     _sees(request, member, query, tree + depth)
     query.tree, query.stop = tree, tree
     for place in range(tree, query.start):  # ancestors before a window or a chunk, of which sink tokens stay
@@ -162,7 +175,14 @@ cdef void _sees_tree(const kv_request *request, const kv_member *member, kv_quer
             query.stop += 1
             if query.stop - tree == MOST_DRAFTS:
                 break
-    query.ancestors = ancestors
+    query.runs = run
+    while ancestors:
+        # Ancestors follow each other in depth, down to the draft itself. So the distance of these is that of their depths.
+        run.first, run.shift = kv_first_bit(ancestors), kv_first_bit(ancestors) - (depth + 1 - kv_count_bits(ancestors))
+        run.count = kv_first_bit(~(ancestors >> run.first))
+        ancestors &= ~(((<uint64_t>1 << (run.count - 1) << 1) - 1) << run.first)
+        query.num_runs += 1
+        run += 1
 
 
 cdef Py_ssize_t end_of(const kv_segment *segment) noexcept nogil:
@@ -204,10 +224,10 @@ cdef void narrow(kv_query *query, const kv_segment *segment, bint sinks) noexcep
     cdef Py_ssize_t base = segment.start - segment.first, begin, end
     cdef bint begins = _begins(segment)
     if sinks or end_of(segment) <= query.tree:  # a tree lies in the last segment
-        query.ancestors = 0
+        query.num_runs = 0
     query.tree -= base
     begin, end = _within(segment, query.start, query.stop)
-    if sinks or begins and begin == end and query.ancestors == 0:
+    if sinks or begins and begin == end and query.num_runs == 0:
         begin, end = _within(segment, 0, query.sink_stop)
         begins = False
     query.position -= base

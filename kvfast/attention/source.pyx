@@ -1,10 +1,10 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """What a task reads of an item: which positions its rows see, and which of a span it reads from codes, and which from float rows: the
 first tokens, the newest, and those of patched blocks."""
-from libc.stdint cimport uint64_t
+from cpython.pyport cimport PY_SSIZE_T_MAX
 
-from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_count_bits, kv_first_bit, kv_given, kv_item, kv_own, kv_query,
-                                     kv_query_of, kv_task, own_of)
+from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_run, kv_task,
+                                     own_of)
 from kvfast.attention.tiles cimport attend_range, kv_range, load, step_of, touch, touch_first_floats, touch_sinks
 from kvfast.codec.blocks cimport block_of, kv_context, kv_layout, patched_from
 from kvfast.core.limits cimport KV_TASK_ROWS
@@ -73,7 +73,7 @@ cdef void read(kv_task *task) noexcept nogil:
         begin = min(begin, query.start)
         end = max(end, query.stop)
         sinks_end = max(sinks_end, query.sink_stop)
-        if query.ancestors:
+        if query.num_runs:
             tree = query.tree
     begin = max(begin // step * step, task.begin)
     end = min(end, task.end)
@@ -98,39 +98,31 @@ cdef void read(kv_task *task) noexcept nogil:
         following = kv_range(given.layout, given.tile, end, item.end)
         _attend_span(task, begin, end, own.starts, own.stops, &following if task.split + 1 < task.end_split else NULL)
     if item.members == NULL and task.begin <= tree < task.end:
-        _read_tree(task)
+        _read_runs(task)
         open_rows(task)  # for the next split
 
 
-cdef void _read_tree(kv_task *task) noexcept nogil:
-    """Read what the task's rows see of a tree besides: in each pass, those ancestors of a row that follow each other."""
+cdef void _read_runs(kv_task *task) noexcept nogil:
+    """Read what the task's rows see of a tree besides: in each pass, one run of each row."""
     cdef kv_own *own = own_of(task)
     cdef const kv_query *query
-    cdef Py_ssize_t begin = 0, end, depth, step = step_of(task)
-    cdef uint64_t all_ancestors = 0
-    cdef int r, first, count
-    for r in range(task.rows):
-        own.ancestors[r] = task.call.queries[own.tokens[r]].ancestors
-        all_ancestors |= own.ancestors[r]
-    while all_ancestors:
-        end = 0
+    cdef const kv_run *run
+    cdef Py_ssize_t begin, end = 1, step = step_of(task)
+    cdef int r, i = 0
+    while end:
+        begin, end = PY_SSIZE_T_MAX, 0
         for r in range(task.rows):
-            own.starts[r] = own.stops[r] = 0
-            if own.ancestors[r] == 0:
-                continue
             query = task.call.queries + own.tokens[r]
-            first = kv_first_bit(own.ancestors[r])
-            count = kv_first_bit(~(own.ancestors[r] >> first))
-            # Ancestors follow each other in depth, down to the draft itself. So the distance of these is that of their depths.
-            depth = query.position - query.tree + 1 - kv_count_bits(own.ancestors[r])
-            own.query_at[r] = query.position + first - depth
-            own.starts[r], own.stops[r] = query.tree + first, query.tree + first + count
-            own.ancestors[r] &= ~(((<uint64_t>1 << (count - 1) << 1) - 1) << first)
-            begin = own.starts[r] if end == 0 else min(begin, own.starts[r])
-            end = max(end, own.stops[r])
-        if end == 0:
-            return
-        _attend_span(task, begin // step * step, end, own.starts, own.stops, NULL)
+            own.starts[r] = own.stops[r] = 0
+            if i >= query.num_runs:
+                continue
+            run = query.runs + i
+            own.query_at[r] = query.position + run.shift
+            own.starts[r], own.stops[r] = query.tree + run.first, query.tree + run.first + run.count
+            begin, end = min(begin, own.starts[r]), max(end, own.stops[r])
+        if end:
+            _attend_span(task, begin // step * step, end, own.starts, own.stops, NULL)
+        i += 1
 
 
 cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,

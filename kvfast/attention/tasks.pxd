@@ -1,5 +1,5 @@
 """The walk of attention, which ``walk/`` has in C, and the structs of kvfast's own source of rows."""
-from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from kvfast.attention.request cimport kv_request
 from kvfast.codec.blocks cimport kv_context, kv_layout, kv_slab
@@ -11,16 +11,18 @@ from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
 
 cdef extern from "attention/walk/walk.h" nogil:
     void kv_touch(const char *at, Py_ssize_t n)
-    int kv_count_bits(uint64_t bits)
-    int kv_first_bit(uint64_t bits)
 
     ctypedef struct kv_call
     ctypedef struct kv_task
 
+    ctypedef struct kv_run:
+        Py_ssize_t first, count, shift
+
     ctypedef struct kv_query:
         Py_ssize_t token, position, sink_stop, start, stop, partial
         int parts, slots
-        uint64_t ancestors
+        const kv_run *runs
+        int num_runs
         Py_ssize_t tree
 
     ctypedef struct kv_item:
@@ -145,7 +147,6 @@ ctypedef struct kv_own:
     Py_ssize_t from_floats[KV_TASK_ROWS]   # of a span: where each row begins to read float rows,
     Py_ssize_t lower[KV_TASK_ROWS]         # and what it sees of a range
     Py_ssize_t upper[KV_TASK_ROWS]
-    uint64_t ancestors[KV_TASK_ROWS]       # what each row has still to see of a tree
     kv_rope_scratch *rope      # or NULL
     uint16_t *decoded          # or NULL
     char *gathered             # chosen tokens of the tile, or NULL

@@ -23,20 +23,23 @@ static inline void kv_touch(const char *at, ptrdiff_t n)
     for (ptrdiff_t i = 0; i < n; i += 64) __builtin_prefetch(at + i);
 }
 
-/* Bits of the ancestors of a draft, see kv_query. */
-static inline int kv_count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
-static inline int kv_first_bit(uint64_t bits) { return bits ? __builtin_ctzll(bits) : 64; }
+/* Positions that a draft sees of its tree: count ancestors, which follow each other, from tree + first on. Their distances are those of
+   a query at position + shift. */
+typedef struct {
+    ptrdiff_t first, count, shift;
+} kv_run;
 
-/* One query token. It sees the positions below sink_stop and those from start to stop. In a spliced sequence a token has one
-   for each segment that it sees, with the positions of that segment's table. */
+/* One query token. It sees the positions below sink_stop, those from start to stop, and those of its runs. In a spliced sequence a token
+   has one for each segment that it sees, with the positions of that segment's table. */
 typedef struct {
     ptrdiff_t token;             /* its row of q and of the output */
     ptrdiff_t position, sink_stop, start, stop;
     ptrdiff_t partial;           /* slots for partial results of the queries before it, per query head */
     int parts;                   /* number of its own partial results, per query head */
     int slots;                   /* for these: 1 if one task has them all, else one each */
-    uint64_t ancestors;          /* of a tree: what a draft sees of it besides, itself included: a bit for each position from tree on */
-    ptrdiff_t tree;
+    const kv_run *runs;
+    int num_runs;
+    ptrdiff_t tree;              /* where the runs count from */
 } kv_query;
 
 /* Queries that read the same keys: those of one sequence, or of several sequences that share a prefix. */

@@ -15,7 +15,7 @@ from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, storable
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_pair, open_rows
 from kvfast.core.checks cimport check_flag, check_integers, check_layer
-from kvfast.storage.batches.cascade cimport find_prefixes, free_prefixes, gains_nothing, kv_prefixes, set_shareable
+from kvfast.attention.cascade cimport find_prefixes, free_prefixes, gains_nothing, kv_prefixes, set_shareable
 from kvfast.storage.batches.paged_sequences cimport PagedSequences, check_all_open
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch, checked_starts, prepare
 from kvfast.storage.memory.buffer_layers cimport clean_slots

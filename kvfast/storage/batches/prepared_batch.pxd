@@ -2,7 +2,7 @@
 from libc.stdint cimport int32_t
 
 from kvfast.attention.sight cimport kv_member
-from kvfast.storage.batches.cascade cimport kv_prefixes
+from kvfast.attention.cascade cimport kv_prefixes
 from kvfast.storage.memory.pool cimport BlockPool
 
 

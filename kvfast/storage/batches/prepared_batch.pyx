@@ -8,7 +8,7 @@ from libc.string cimport memset
 
 from kvfast.attention.sight cimport kv_member
 from kvfast.core.checks cimport check_integers, rises
-from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, find_prefixes, free_prefixes, kv_prefixes
+from kvfast.attention.cascade cimport MAX_SHARED_QUERIES, find_prefixes, free_prefixes, kv_prefixes
 from kvfast.storage.memory.pool cimport BlockPool
 
 from kvfast.core.checks import check_size

@@ -29,8 +29,8 @@ typedef struct {
     ptrdiff_t first, count, shift;
 } kv_run;
 
-/* One query token. It sees the positions below sink_stop, those from start to stop, and those of its runs. In a spliced sequence a token
-   has one for each segment that it sees, with the positions of that segment's table. */
+/* One query token. It sees the positions below sink_stop, those from start to stop, and those of its runs. In a spliced sequence a
+   token has one for each segment that it sees, with the positions of that segment's table. */
 typedef struct {
     ptrdiff_t token;             /* its row of q and of the output */
     ptrdiff_t position, sink_stop, start, stop;

@@ -13,8 +13,8 @@ from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.checks import check_size, checked_token_ids
-from kvfast.storage.sequences import sequence_tables
 from kvfast.storage.sequences.sequence import SequenceStorage
+from kvfast.storage.sequences.sequence import advance_all as advance_storages
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -27,7 +27,7 @@ def advance_all(sequences: list[PagedSequence], counts: list[int], token_ids: ND
     """`advance` of some sequences of a pool: of all of them or of none. `token_ids`: those of all, sequence after sequence."""
     parts = [None] * len(sequences) if token_ids is None else np.split(token_ids, np.cumsum(counts)[:-1])
     begins = [partial(one._take_ids, token_ids=part) for one, part in zip(sequences, parts, strict=True)]
-    sequence_tables.advance_all([one._storage for one in sequences], counts, begins)
+    advance_storages([one._storage for one in sequences], counts, begins)
 
 
 class PagedSequence:

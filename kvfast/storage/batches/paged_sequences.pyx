@@ -47,7 +47,7 @@ cdef class PagedSequences:
 
     @property
     def precision(self):
-        """As of `SequenceTables`."""
+        """As of `SequenceStorage`."""
         return name_of_precision(self.reads_as)
 
     @precision.setter

@@ -29,6 +29,8 @@ cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) ex
 cdef list copied(list segments, list live)
 cdef list rotations_of(object ropes, Py_ssize_t shift)
 cdef object rotated_keys(object k, object rotation)
+cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint values)
+cdef object spliced_rows(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t index, Py_ssize_t layer, bint values)
 cdef int fill_segments(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t layer, Py_ssize_t index,
                        kv_member *member) except -1
 cdef void close_members(kv_member *members, Py_ssize_t count) noexcept nogil

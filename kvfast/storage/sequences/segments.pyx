@@ -7,13 +7,17 @@ are merged like those of any other split.
 """
 import numpy as np
 
+from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 
 from kvfast.attention.sight cimport kv_member, kv_segment
+from kvfast.codec.decode cimport decode_tokens
 from kvfast.codec.projection import rotated
 from kvfast.core.kernels cimport kv_transform
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.copying cimport CopyPlan, blocks_for, copy_table, plan_copy
+
+from kvfast.core.interchange import aligned
 
 
 cdef class FrozenTables:
@@ -177,6 +181,28 @@ cdef object rotated_keys(object k, object rotation):
     angles, interleaved = rotation
     cos, sin = np.repeat(angles, len(k), axis=1)
     return rotated(k, cos, -sin, interleaved)
+
+
+cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint values):
+    """Keys or values of a layer at some positions, decoded to float32."""
+    cdef const int64_t[::1] at = aligned(positions, np.int64)
+    cdef int64_t[::1] slots = np.empty(at.shape[0], np.int64)
+    cdef Py_ssize_t i
+    for i in range(at.shape[0]):
+        slots[i] = table.map.slot(at[i])
+    return decode_tokens(table.pool.layouts + layer, at, slots, table.states.begins[layer], values)
+
+
+cdef object spliced_rows(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t index, Py_ssize_t layer, bint values):
+    """Keys, rotated for their positions, or values of a layer in all segments of a sequence; `live`: its own table, number `which`."""
+    cdef Segment segment
+    cdef BlockTable source
+    cdef list parts = [np.empty((0, live.pool.num_kv_heads, live.pool.v_head_dim if values else live.pool.head_dim), np.float32)]
+    for segment in segments:
+        source = live if segment.frozen is None else segment.frozen.tables[which]
+        rows = rows_at(source, layer, np.arange(segment.first, segment.last), values)
+        parts.append(rows if values or segment.rotations is None else rotated_keys(rows, segment.rotations[index]))
+    return np.concatenate(parts)
 
 
 cdef int fill_segments(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t layer, Py_ssize_t index,

@@ -339,7 +339,7 @@ class _Cache:
 
         def pool(kind, forms):
             _, *shape, v_dim = kind
-            return BlockPool(len(forms), *shape, self.block_size, forms, 1, True, rope_dim=rope_dim, v_head_dim=v_dim)
+            return BlockPool(len(forms), *shape, self.block_size, forms, 1, grows=True, rope_dim=rope_dim, v_head_dim=v_dim)
 
         self.pools = [(kind[0], pool(kind, forms)) for kind, forms in by_kind.items()]
         # Per kind of layer (they read the same for a token): number of layers, window, format, and a pool of one layer.

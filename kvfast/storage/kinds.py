@@ -47,7 +47,7 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False, max_st
     secure = check_flag(secure, "secure")
     if settings["kind"] == "heads":
         config = MultiHeadConfig(**settings["config"])
-        pool = BlockPool(1, settings["num_heads"], config.head_dim, BLOCK_SIZE, [config.format], GROW_BLOCKS, True)
+        pool = BlockPool(1, settings["num_heads"], config.head_dim, BLOCK_SIZE, [config.format], GROW_BLOCKS, grows=True)
         table = RingTable(pool, 0, 0, 0)
         return SequenceStorage([table], [(table, 0)])
     formats, rope_dim = settings["dtype"], settings.get("rope_dim")
@@ -69,14 +69,12 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False, max_st
             block_size,
             [formats[layer] for layer in layers],
             num_blocks,
-            max_seq_len is None,
+            grows=max_seq_len is None,
             rope_dim=rope_dim,
             secure=secure,
             v_head_dim=v_head_dim,
         )
-        table = BlockTable(pool)
-        if window is not None:
-            table = RingTable(pool, window, settings["num_sink_tokens"], settings["rollback"])
+        table = _table_of(pool, settings, window)
         tables.append(table)
         for place, layer in enumerate(layers):
             places[layer] = table, place
@@ -87,19 +85,27 @@ def pool_of(settings, num_blocks, block_size=None, secure=False, buffer=None):
     """The storage of many sequences with these settings, whose layers are all alike; `buffer`: a caller's memory, or None."""
     (shape,), (window,) = set(zip(*_shapes(settings))), set(_windows(settings))
     num_kv_heads, head_dim, v_head_dim = shape
-    return PagedBatches(
+    if num_blocks is None:
+        raise TypeError("num_blocks must be an integer, got None")
+    pool = BlockPool(
         settings["num_layers"],
         num_kv_heads,
         head_dim,
-        num_blocks,
-        block_size_of(settings["dtype"], block_size, BLOCK_SIZE),
+        check_block_size(block_size_of(settings["dtype"], block_size, BLOCK_SIZE)),
         settings["dtype"],
-        settings.get("rope_dim"),
-        check_flag(secure, "secure"),
-        v_head_dim,
-        None if window is None else (window, settings["num_sink_tokens"], settings["rollback"]),
-        buffer,
+        num_blocks,
+        is_shared=True,
+        rope_dim=settings.get("rope_dim"),
+        secure=check_flag(secure, "secure"),
+        v_head_dim=v_head_dim,
+        buffer=buffer,
     )
+    return PagedBatches(_table_of(pool, settings, window))
+
+
+def _table_of(pool, settings, window):
+    """An empty table of a pool, of layers with this window, or with None of layers that keep everything."""
+    return BlockTable(pool) if window is None else RingTable(pool, window, settings["num_sink_tokens"], settings["rollback"])
 
 
 def _shapes(settings):

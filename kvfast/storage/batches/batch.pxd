@@ -1,11 +1,25 @@
-"""Batches over the sequences of a pool, or over the blocks of another scheduler."""
+"""The sequences of a pool, and batches over them or over the blocks of another scheduler."""
 from kvfast.attention.request cimport kv_request
 from kvfast.attention.sight cimport kv_member
-from kvfast.storage.batches.paged_sequences cimport PagedSequences
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
+from kvfast.storage.batches.scheduler_blocks cimport SchedulerBlocks
+from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.memory.prefix_index cimport PrefixIndex
+from kvfast.storage.tables.block_table cimport BlockTable
 
 
-cdef class PagedBatches(PagedSequences):
+cdef class PagedBatches:
+    cdef readonly BlockPool pool
+    cdef readonly PrefixIndex index
+    cdef readonly bint is_external     # another scheduler gives out the slots
+    cdef list given                    # (num_blocks,) the table that slot_mapping gave a block's slots out for, or None,
+    cdef Py_ssize_t *given_at          # and the block's index in it
+    cdef BlockTable kind               # an empty table, as those of sequences are
+    cdef int reads_as                  # a kv_precision, of calls of batches that name none, and of new sequences
+    cdef SchedulerBlocks scheduler     # what another scheduler has written, or None if its blocks hold all of their tokens
+
+    cdef int evict_all(self) except -1
+    cdef int _forget_slots(self) except -1
     cdef int _check_external(self) except -1
     cdef int _check_no_sequences(self, str found) except -1
     cdef int _become_external(self) except -1

@@ -1,10 +1,12 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Batches over the sequences of a pool (PagedAttention, arXiv 2309.06180)."""
+cimport cython
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport calloc, free, malloc
 
+from kvfast.attention.cascade cimport find_prefixes, free_prefixes, gains_nothing, kv_prefixes, set_shareable
 from kvfast.attention.indexer cimport best_positions
 from kvfast.attention.refusals cimport kv_refusal
 from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request, raise_refusal
@@ -15,16 +17,19 @@ from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, storable
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_pair, open_rows
 from kvfast.core.checks cimport check_flag, check_integers, check_layer
-from kvfast.attention.cascade cimport find_prefixes, free_prefixes, gains_nothing, kv_prefixes, set_shareable
-from kvfast.storage.batches.paged_sequences cimport PagedSequences, check_all_open
+from kvfast.core.kernels cimport parse_precision
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch, checked_starts, prepare
+from kvfast.storage.batches.scheduler_blocks cimport SchedulerBlocks
 from kvfast.storage.memory.buffer_layers cimport clean_slots
+from kvfast.storage.memory.prefix_index cimport PrefixIndex
 from kvfast.storage.sequences.segments cimport close_members
 from kvfast.storage.sequences.sequence cimport SequenceStorage, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
+from kvfast.storage.tables.token_states cimport coded_at
 
 from kvfast.core.interchange import as_array
+from kvfast.core.kernels import name_of_precision
 from kvfast.errors import DimensionMismatchError
 from kvfast.storage.batches.prepared_batch import check_distinct
 
@@ -36,7 +41,186 @@ cdef inline Py_ssize_t _count(list storages, object block_table, object seq_lens
     return (<PreparedBatch>block_table).num_sequences if type(block_table) is PreparedBatch else len(seq_lens)
 
 
-cdef class PagedBatches(PagedSequences):
+cdef int _check_all_open(list tables) except -1:
+    cdef BlockTable table
+    for table in tables:
+        table.check_open()
+    return 0
+
+
+cdef class PagedBatches:
+    """The sequences of a pool, which share its blocks, and batches over them or over another scheduler's blocks."""
+
+    def __init__(self, BlockTable kind):
+        """`kind`: an empty table of a pool that is shared, as those of its sequences are."""
+        self.kind, self.pool = kind, kind.pool
+        self.index = self.pool.index = PrefixIndex(self.pool.num_blocks)
+        self.scheduler = None if self.pool.floats is None else SchedulerBlocks(self.pool)
+        self.given = [None] * self.pool.num_blocks
+        self.given_at = <Py_ssize_t *>malloc(self.pool.num_blocks * sizeof(Py_ssize_t))
+        if self.given_at == NULL:
+            raise MemoryError("cannot allocate the slots of a pool")
+
+    def __dealloc__(self):
+        free(self.given_at)
+
+    @property
+    def precision(self):
+        """As of `SequenceStorage`."""
+        return name_of_precision(self.reads_as)
+
+    @precision.setter
+    def precision(self, name):
+        self.reads_as = parse_precision(name)
+
+    def new_table(self):
+        """An empty table, for `start` or `fork`."""
+        return self.kind.empty(self.pool)
+
+    def num_coded(self, Py_ssize_t num_tokens):
+        """Number of first tokens that all layers of a sequence of `num_tokens` computed tokens read as codes."""
+        return coded_at(num_tokens, self.pool.rules[-1], self.pool.block_size) if self.pool.seals else num_tokens
+
+    def start(self, BlockTable table, digests):
+        """Begin a sequence: its empty table takes the blocks that the pool knows by the first of these digests."""
+        self.pool.enter()
+        try:
+            if self.is_external:
+                raise ValueError("another scheduler gives out the blocks of this pool (append_batch was given "
+                                 "slots that no sequence has); clear() the pool before making sequences")
+            # Inside of the lock, where no other thread can take a block that is found.
+            table.start(digests)
+            table.is_counted = True
+            self.pool.num_sequences += 1
+        finally:
+            self.pool.leave()
+
+    def fork(self, BlockTable table, BlockTable other, then):
+        """Let the empty table `table` share the blocks of another. Calls `then` before another thread can come in."""
+        self.pool.enter()
+        try:
+            table.check_open()
+            other.share(table)
+            then()
+        finally:
+            self.pool.leave()
+
+    def free(self, BlockTable table):
+        """Release the blocks of a sequence."""
+        cdef Py_ssize_t i
+        self.pool.enter()
+        try:
+            for i in range(table.map.count):
+                self.given[table.map.blocks[i]] = None
+            table.close()
+        finally:
+            self.pool.leave()
+
+    def clear(self):
+        """Forget known prefixes and the slots of another scheduler; no block may have an owner."""
+        self.pool.enter()
+        try:
+            if self.num_owned:
+                raise ValueError(f"{self.num_owned} blocks still belong to sequences or snapshots; free them first")
+            self.evict_all()
+            if self.is_external:
+                self._forget_slots()
+        finally:
+            self.pool.leave()
+
+    cdef int _forget_slots(self) except -1:
+        """Forget what another scheduler has written."""
+        cdef Py_ssize_t block
+        if self.scheduler is not None:
+            self.scheduler.forget()
+        for block in range(self.pool.num_blocks if self.pool.secure else 0):
+            self.pool.wipe_block(<int32_t>block)
+        if self.pool.secure:
+            self.pool.workspace.wipe()
+        self.is_external = False
+        return 0
+
+    cdef int evict_all(self) except -1:
+        """Forget all known prefixes."""
+        while self.index.num_idle:
+            self.pool.put_free(self.index.evict())
+        return 0
+
+    @property
+    def num_free(self):
+        self.pool.release_pending()
+        return self.pool.available()
+
+    @property
+    def num_sequences(self):
+        self.pool.release_pending()
+        return self.pool.num_sequences
+
+    @property
+    def num_owned(self):
+        return self.pool.num_blocks - self.pool.available()
+
+    def owners(self):
+        """Number of owners of each block."""
+        with cython.critical_section(self.pool):
+            return np.array([self.pool.owners[i] for i in range(self.pool.num_blocks)], np.int32)
+
+    def blocks_needed(self, list tables, list counts):
+        """Number of blocks to take before `counts` tokens can be written after the complete ones of each table."""
+        cdef BlockTable table
+        cdef Py_ssize_t needed = 0, i, end, size = self.pool.block_size
+        cdef int32_t block
+        shared = {}
+        with cython.critical_section(self.pool):
+            for table, count in zip(tables, counts):
+                if count == 0:
+                    continue
+                end = (table.length + <Py_ssize_t>count + size - 1) // size
+                needed += max(0, end - table.map.end())
+                for i in range(table.length // size, min(end, table.map.end())):
+                    block = table.map.block(i)
+                    if self.index.knows(block):
+                        needed += 1
+                    elif self.pool.owners[block] > 1:
+                        shared[block] = shared.get(block, 0) + 1
+            # The last owner of a block to write to it need not copy it.
+            for number, writers in shared.items():
+                needed += writers if writers < self.pool.owners[<int32_t>number] else writers - 1
+        return needed
+
+    def slot_mapping(self, list tables, list counts):
+        """Make the slots of the next tokens of some sequences writable, and return them."""
+        cdef BlockTable table
+        cdef Py_ssize_t i, at = 0, n, floats = 0
+        cdef int32_t block
+        cdef int64_t[::1] view
+        self.pool.enter()
+        try:
+            if len({id(table) for table in tables}) != len(tables):
+                raise ValueError("a sequence may appear only once in slot_mapping")
+            _check_all_open(tables)
+            # Do first, for all tables, what can fail.
+            self.pool.ensure(self.blocks_needed(tables, counts))
+            slots = np.empty(sum(counts), np.int64)
+            view = slots
+            pairs = [pair for pair in zip(tables, counts) if pair[1]]
+            for table, n in pairs:
+                table.map.reserve_blocks(table.length + n)
+                floats += table.floats_needed(table.length, table.length + n)
+            if floats:
+                self.pool.floats.pieces.ensure(floats)
+            for table, n in pairs:
+                table.make_writable(-1, table.length, table.length + n, None)
+                for i in range(table.length, table.length + n):
+                    view[at] = table.map.slot(i)
+                    at += 1
+                for i in range(table.length // self.pool.block_size, table.map.end()):
+                    block = table.map.block(i)
+                    self.given[block], self.given_at[block] = table, i
+            return slots
+        finally:
+            self.pool.leave()
+
     def prepare(self, block_table, seq_lens, cu_seqlens_q, slot_mapping, Py_ssize_t max_num_seqs):
         """A PreparedBatch for the tables and slots of another scheduler."""
         cdef PreparedBatch batch
@@ -286,7 +470,7 @@ cdef class PagedBatches(PagedSequences):
     cdef object _check_batch(self, list storages, object block_table, object seq_lens):
         """Check that there are sequences, and that they are open. Returns the lengths of another scheduler as int32."""
         if storages is not None:
-            check_all_open([(<SequenceStorage>storage).tables[0] for storage in storages])
+            _check_all_open([(<SequenceStorage>storage).tables[0] for storage in storages])
         elif type(block_table) is PreparedBatch:
             (<PreparedBatch>block_table).check(self.pool)
             return None

@@ -16,7 +16,7 @@ cdef class BlockMemory:
     cdef readonly int block_size
     cdef readonly Py_ssize_t num_blocks  # block numbers; `num_gaps` of them have no block
     cdef readonly Py_ssize_t num_gaps
-    cdef tuple settings                # the arguments of the constructor
+    cdef dict settings                 # the arguments of the constructor
     cdef readonly list formats         # KVFormat of each layer
     cdef list bases                    # what the `bases` of the layouts point into
     cdef readonly Py_ssize_t first_blocks  # blocks of the first slab, or of the first two

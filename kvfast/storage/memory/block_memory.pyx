@@ -35,7 +35,7 @@ cdef class BlockMemory:
     together as well as possible. Otherwise the lowest free block is taken next, and blocks are added when all have owners.
     """
 
-    def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
+    def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, *, bint grows=False,
                   bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None, buffer=None):
         """`formats`: the KVFormat of each layer, or None for a layer that needs no bytes. With `rope_dim`, blocks hold latent
         rows of width `head_dim` and their rotary part. If `secure`, blocks are wiped when they are released. `v_head_dim`: width
@@ -48,8 +48,9 @@ cdef class BlockMemory:
         self.v_head_dim = self.head_dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM)
         self.block_size = block_size
         self.formats = formats
-        self.settings = (num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, grows, is_shared, rope_dim, secure,
-                         v_head_dim)
+        self.settings = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size,
+                         "formats": formats, "num_blocks": num_blocks, "grows": grows, "is_shared": is_shared, "rope_dim": rope_dim,
+                         "secure": secure, "v_head_dim": v_head_dim}
         if rope_dim is not None:
             self.rope_dim = check_count(rope_dim, "rope_dim", 0, KV_MAX_ROPE_DIM)
         self.grows, self.is_shared, self.secure = grows, is_shared, secure

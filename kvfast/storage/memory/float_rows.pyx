@@ -273,8 +273,8 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
     open_pieces = max([(one.open_tokens + KV_PIECE - 1) // KV_PIECE for one in blocks.formats if one is not None])
     most = self.per_block + open_pieces + 1 if open_pieces else 1
     self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, KV_PIECE, formats,
-                              (most + KV_SLAB_BLOCKS - 1) // KV_SLAB_BLOCKS * KV_SLAB_BLOCKS, True, secure=blocks.secure,
-                              v_head_dim=blocks.v_head_dim)
+                              (most + KV_SLAB_BLOCKS - 1) // KV_SLAB_BLOCKS * KV_SLAB_BLOCKS, grows=True,
+                              secure=blocks.secure, v_head_dim=blocks.v_head_dim)
     self.layouts, self.num_layers = blocks.layouts, blocks.num_layers
     self.kept_codes = <int16_t **>calloc(blocks.num_layers, sizeof(int16_t *))
     if self.kept_codes == NULL:

@@ -30,7 +30,7 @@ cdef class BlockPool(BlockMemory):
     is a caller's, see `buffer_layers`.
     """
 
-    def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
+    def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, *, bint grows=False,
                   bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None, buffer=None):
         cdef Py_ssize_t i
         for i in range(self.num_layers):
@@ -220,14 +220,13 @@ cdef class BlockPool(BlockMemory):
 
     cdef BlockPool clone(self):
         """An empty pool of the same shape."""
-        cdef BlockPool other = BlockPool(*self.settings)
+        cdef BlockPool other = BlockPool(**self.settings)
         other.first_blocks = self.first_blocks  # fewer than the settings ask for, if a file told them
         return other
 
     cdef BlockPool exact(self, Py_ssize_t num_blocks):
         """An empty pool of the same layers with `num_blocks` blocks."""
-        return BlockPool(*self.settings[:5], max(num_blocks, 1), rope_dim=self.rope_dim, secure=self.secure,
-                         v_head_dim=self.v_head_dim)
+        return BlockPool(**(self.settings | {"num_blocks": max(num_blocks, 1), "grows": False, "is_shared": False}))
 
     cdef int trim_surplus(self) except -1:
         """Trim the slabs that a pool with fixed memory added because snapshots kept its blocks, and those of float rows."""
@@ -239,7 +238,7 @@ cdef class BlockPool(BlockMemory):
 
     def float_pool(self):
         """An empty BlockMemory for float rows, or None if there are none."""
-        return None if self.floats is None else BlockMemory(*self.floats.pieces.settings)
+        return None if self.floats is None else BlockMemory(**self.floats.pieces.settings)
 
     @property
     def nbytes(self):

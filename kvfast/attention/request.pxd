@@ -31,7 +31,6 @@ cdef class Request:
 
 
 cdef float default_scale(const kv_layout *layout) noexcept nogil
-cdef bint split_latent(const kv_layout *layout, kv_rows *rows, kv_rows *rope) noexcept nogil
 cdef void split_queries(const kv_layout *layout, kv_request *request) noexcept nogil
 cdef bint fits(const kv_request *request, const kv_layout *layout, kv_refusal *refusal) noexcept nogil
 cdef bint has_finite_queries(const kv_request *request, kv_refusal *refusal) noexcept nogil

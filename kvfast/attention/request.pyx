@@ -15,6 +15,7 @@ from libc.string cimport memset
 from kvfast.attention.options cimport KVFAST_FAST, kvfast_options
 from kvfast.attention.refusals cimport BAD_QUERIES, DIMENSION, MEMORY, NOT_FINITE, VALUE, kv_refusal, refuse
 from kvfast.codec.blocks cimport kv_layout, values_of
+from kvfast.codec.encode cimport split_latent
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name, parse_dtype
 from kvfast.core.arrays cimport Rows, check_finite, find_unstorable, kv_rows, open_output, open_rows, overlap
 from kvfast.core.checks cimport check_count, check_flag, check_integers, check_number, check_per_head
@@ -36,17 +37,6 @@ cdef float default_scale(const kv_layout *layout) noexcept nogil:
     if layout.latent:
         return <float>pow(<double>(layout.k.head_dim + layout.v.head_dim), -0.5)
     return <float>(1.0 / sqrt(<double>layout.k.head_dim))
-
-
-cdef bint split_latent(const kv_layout *layout, kv_rows *rows, kv_rows *rope) noexcept nogil:
-    """Split latent rows from their rotary part, which may be empty; False for rows of another width."""
-    if rows.dim != layout.k.head_dim + layout.v.head_dim:
-        return False
-    rope[0] = rows[0]
-    rows.dim, rope.dim = layout.k.head_dim, layout.v.head_dim
-    if rope.data != NULL:
-        rope.data += rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
-    return True
 
 
 cdef void split_queries(const kv_layout *layout, kv_request *request) noexcept nogil:

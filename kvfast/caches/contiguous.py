@@ -5,10 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.caches.sequence_cache import SequenceCache
-from kvfast.caches.splicing import Splicing
-from kvfast.caches.states import States
-from kvfast.caches.storage_properties import StorageProperties
-from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.text import size_text
 from kvfast.storage.kinds import storage_of
 from kvfast.storage.settings import full, with_states
@@ -19,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["KVCache"]
 
 
-class KVCache(SequenceCache, Splicing, States, StoredSequence, StorageProperties):
+class KVCache(SequenceCache):
     """Contiguous key/value cache of one sequence.
 
     Parameters

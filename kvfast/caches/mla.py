@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvfast.caches.latent_rows import LatentRows
-from kvfast.caches.states import States
-from kvfast.caches.storage_properties import StorageProperties
-from kvfast.caches.stored_sequence import StoredSequence
+from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.core.interchange import as_float32, as_floats
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -19,20 +16,89 @@ from kvfast.storage.settings import with_states
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
-
-    from kvfast.attention.explained import AttendPlan
-    from kvfast.attention.options import AttendOptions
 
 __all__ = ["MLAKVCache"]
 
 
-class LatentSequence:
-    """Methods that every cache of latent rows of one sequence has."""
+def check_indexer(rope_dim):
+    """Refuse rows with a rotary part: an indexer has keys without one."""
+    if rope_dim:
+        raise ValueError(f"top_k needs rows without a rotary part, made with rope_dim=0, got rope_dim {rope_dim}")
+
+
+class MLAKVCache(SequenceCache):
+    """Contiguous cache of one sequence of a model with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    Each layer stores one row per token, shared by all heads: a latent, from which the model computes keys and values,
+    and the rotary part of the keys. Attention runs on these rows, with the projections absorbed into queries and outputs.
+
+    Parameters
+    ----------
+    num_layers : int
+    latent_dim : int
+        1 to 512.
+    rope_dim : int
+        Elements of the rotary part, 0 to 128; 0 for none.
+    max_seq_len : int, optional
+        As in `KVCache`.
+    dtype : str, dtype or KVFormat, or a list of them with one per layer
+        As in `KVCache`, with the latent in place of the keys and the rotary part in place of the values: with
+        ``"int8/bfloat16"`` the latent is INT8 and the rotary part bfloat16. ``"int8"`` and ``"int4"`` rotate both by a
+        Hadamard transform; ``"int4"`` then has a Gaussian codebook and a scale per token. Formats that seal blocks
+        (`centring`, `per_channel`) or keep first tokens as floats are refused.
+    block_size : int, optional
+        As in `KVCache`; 64 by default.
+    secure, max_state_bytes
+        As in `KVCache`.
+
+    Raises
+    ------
+    ValueError
+        For a size out of range, and for an unknown or unsuitable dtype.
+    MemoryError
+
+    Notes
+    -----
+    Queries of `attend` have latent_dim + rope_dim elements, with the projection absorbed, and outputs are latents. Scores are
+    ``scale * (q . row)`` over the whole row; the output is the weighted sum of latents. With a model's projections `up_k` and `up_v`,
+    as in `get_kv`, the queries of head h are ``concatenate(up_k[:, h] @ q_nope, q_rope)``, and the output of head h is
+    ``out[:, h] @ up_v[:, h]``. The default of `scale` is ``(latent_dim + rope_dim) ** -0.5``. Models are trained with the scale of their
+    own heads: ``192 ** -0.5`` for DeepSeek, whose heads have 128 + 64 elements. Sizes in the plan of `explain` leave out the rotary
+    part.
+
+    The latent and the rotary part each have a scale if they are stored as integers. `truncate`, `snapshot`, `save` and the other
+    methods of a `KVCache` work here in the same way, with the same guarantees; `k` has
+    the latents, and `v` the rotary parts. `write`, `splice` and `drop` are for keys and values alone.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> cache = kvfast.MLAKVCache(num_layers=1, latent_dim=512, rope_dim=64)
+    >>> cache.append(0, np.ones((3, 576), np.float32))
+    >>> cache.attend(0, np.ones((1, 128, 576), np.float32), scale=192**-0.5).shape
+    (1, 128, 512)
+    >>> cache.advance(3)
+    >>> len(cache), cache.bytes_per_token
+    (3, 584)
+    """
 
     __slots__ = ()
 
-    def append(self, layer: int, latent: ArrayLike) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        latent_dim: int,
+        rope_dim: int,
+        max_seq_len: int | None = None,
+        dtype: Any = "int8",
+        block_size: int | None = None,
+        secure: bool = False,
+        max_state_bytes: int | None = None,
+    ) -> None:
+        settings = with_states(latent_settings(num_layers, latent_dim, rope_dim, dtype), max_state_bytes)
+        self._open(settings, storage_of(settings, block_size, max_seq_len, secure, max_state_bytes))
+
+    def append(self, layer: int, latent: ArrayLike) -> None:  # type: ignore[override]
         """Append the rows of one or more tokens to a layer.
 
         Parameters
@@ -49,7 +115,7 @@ class LatentSequence:
         CacheFullError
             If the layer would hold more than `max_seq_len` tokens.
         """
-        self._storage.append(layer, *self._row_parts(latent))
+        self._storage.append(layer, latent, None)
 
     def append_kv(self, layer: int, k: ArrayLike, v: ArrayLike, down_k: ArrayLike, down_v: ArrayLike) -> None:
         """Store tokens given as keys and values of all heads, through down-projections.
@@ -132,37 +198,6 @@ class LatentSequence:
             )
         return np.concatenate((k, np.broadcast_to(rope, (*k.shape[:2], self.rope_dim))), axis=2), v
 
-    def attend(self, layer: int, q: ArrayLike, **options: Unpack[AttendOptions]) -> Any:
-        """Attention of the last tokens to all tokens of a layer, computed on the stored bytes. Outputs are latents.
-
-        Scores are ``scale * (q . row)`` over the whole row; the output is the weighted sum of latents. With a model's
-        projections `up_k` and `up_v`, as in `get_kv`, the queries of head h are
-        ``concatenate(up_k[:, h] @ q_nope, q_rope)``, and the output of head h is ``out[:, h] @ up_v[:, h]``.
-
-        Parameters
-        ----------
-        layer : int
-        q : array of shape (num_tokens, num_q_heads, latent_dim + rope_dim), float32, float16 or bfloat16
-            Queries of the last `num_tokens` tokens of the layer (append them first), with the projection absorbed.
-        out : array of shape (num_tokens, num_q_heads, latent_dim), float32, float16 or bfloat16, optional
-            Where to write the output.
-        scale : float, optional
-            Factor of the scores, ``(latent_dim + rope_dim) ** -0.5`` by default. Models are trained with the scale of
-            their own heads: ``192 ** -0.5`` for DeepSeek, whose heads have 128 + 64 elements.
-        **options
-            The others are those of `KVCache.attend`.
-
-        Returns
-        -------
-        ndarray of shape (num_tokens, num_q_heads, latent_dim), float32, or `out`
-            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads).
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
-        """
-        return self._storage.attend(layer, q, options)
-
     def top_k(self, layer: int, q: ArrayLike, weights: ArrayLike, k: int, *, num_threads: int | None = None) -> NDArray[np.int64]:
         """The best positions for the last tokens by an indexer, whose keys are the rows of a layer, for the `chosen` of `attend`.
 
@@ -199,31 +234,20 @@ class LatentSequence:
         >>> keys.top_k(0, np.float32([[[1, 0, 0, 0]]]), np.float32([[1]]), 3)
         array([[0, 3, 4]])
         """
-        self._check_indexer()
+        check_indexer(self.rope_dim)
         return self._storage.top_k(layer, q, weights, k, num_threads)
 
-    def explain(
-        self, layer: int, q: Any = 1, *, num_q_heads: int | None = None, dtype: Any = "float32", **options: Unpack[AttendOptions]
-    ) -> AttendPlan:
-        """Plan of the `attend` call, which is not run; see `KVCache.explain`. Sizes in the plan leave out the rotary part.
+    @property
+    def latent_dim(self) -> int:
+        return self._storage.head_dim
 
-        Parameters
-        ----------
-        layer : int
-        q : array, tuple of int, or int
-            The queries of `attend`, their shape (num_tokens, num_q_heads, latent_dim + rope_dim), or their number of tokens.
-        num_q_heads : int, optional
-            Query heads, if `q` is a number of tokens; one by default.
-        dtype : str or dtype
-            dtype of the queries, if `q` is not an array.
-        **options
-            As in `attend`.
+    @property
+    def rope_dim(self) -> int:
+        return self._storage.rope_dim
 
-        Returns
-        -------
-        AttendPlan
-        """
-        return self._storage.explain(layer, q, num_q_heads, dtype, options)
+    def __repr__(self) -> str:
+        most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
+        return f"MLAKVCache({self._shape()}, {self._tokens_text(most)}, {size_text(self.nbytes)})"
 
 
 def _floats(array, name):
@@ -232,72 +256,3 @@ def _floats(array, name):
     if array.ndim != 3 or array.size == 0:
         raise DimensionMismatchError(f"{name} must have 3 dimensions, each at least 1, got shape {array.shape}")
     return as_float32(array, name)
-
-
-class MLAKVCache(LatentSequence, LatentRows, States, StoredSequence, StorageProperties):
-    """Contiguous cache of one sequence of a model with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
-
-    Each layer stores one row per token, shared by all heads: a latent, from which the model computes keys and values,
-    and the rotary part of the keys. Attention runs on these rows, with the projections absorbed into queries and outputs.
-
-    Parameters
-    ----------
-    num_layers : int
-    latent_dim : int
-        1 to 512.
-    rope_dim : int
-        Elements of the rotary part, 0 to 128; 0 for none.
-    max_seq_len : int, optional
-        As in `KVCache`.
-    dtype : str, dtype or KVFormat, or a list of them with one per layer
-        As in `KVCache`, with the latent in place of the keys and the rotary part in place of the values: with
-        ``"int8/bfloat16"`` the latent is INT8 and the rotary part bfloat16. ``"int8"`` and ``"int4"`` rotate both by a
-        Hadamard transform; ``"int4"`` then has a Gaussian codebook and a scale per token. Formats that seal blocks
-        (`centring`, `per_channel`) or keep first tokens as floats are refused.
-    block_size : int, optional
-        As in `KVCache`; 64 by default.
-    secure, max_state_bytes
-        As in `KVCache`.
-
-    Raises
-    ------
-    ValueError
-        For a size out of range, and for an unknown or unsuitable dtype.
-    MemoryError
-
-    Notes
-    -----
-    The latent and the rotary part each have a scale if they are stored as integers. `truncate`, `snapshot`, `save` and the other
-    methods of a `KVCache` work here in the same way, with the same guarantees; there is no `k`, `v`, `write`, `splice` and `drop`.
-
-    Examples
-    --------
-    >>> import kvfast, numpy as np
-    >>> cache = kvfast.MLAKVCache(num_layers=1, latent_dim=512, rope_dim=64)
-    >>> cache.append(0, np.ones((3, 576), np.float32))
-    >>> cache.attend(0, np.ones((1, 128, 576), np.float32), scale=192**-0.5).shape
-    (1, 128, 512)
-    >>> cache.advance(3)
-    >>> len(cache), cache.bytes_per_token
-    (3, 584)
-    """
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        num_layers: int,
-        latent_dim: int,
-        rope_dim: int,
-        max_seq_len: int | None = None,
-        dtype: Any = "int8",
-        block_size: int | None = None,
-        secure: bool = False,
-        max_state_bytes: int | None = None,
-    ) -> None:
-        settings = with_states(latent_settings(num_layers, latent_dim, rope_dim, dtype), max_state_bytes)
-        self._open(settings, storage_of(settings, block_size, max_seq_len, secure, max_state_bytes))
-
-    def __repr__(self) -> str:
-        most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
-        return f"MLAKVCache({self._shape()}, {self._tokens_text(most)}, {size_text(self.nbytes)})"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfast.caches.paged_sequence import Sequence
-from kvfast.caches.paged_storage import PagedStorage
-from kvfast.caches.storage_properties import StorageProperties
+from kvfast.caches.pool import Pool
 from kvfast.codec.projection import Transform
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_TOKENS
@@ -16,15 +14,11 @@ from kvfast.storage.settings import full, ring
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
-
-    from kvfast.attention.explained import AttendPlan
-    from kvfast.attention.options import AttendOptions
 
 __all__ = ["PagedKVCache"]
 
 
-class PagedKVCache(PagedStorage, StorageProperties):
+class PagedKVCache(Pool):
     """Key/value cache of many sequences in one pool of blocks (PagedAttention, arXiv 2309.06180).
 
     Parameters
@@ -97,8 +91,6 @@ class PagedKVCache(PagedStorage, StorageProperties):
     >>> pool.attend_batch(0, np.ones((2, 8, 64), np.float32), [a, b]).shape
     (2, 8, 64)
     """
-
-    _sequence = Sequence
 
     def __init__(
         self,
@@ -212,83 +204,3 @@ class PagedKVCache(PagedStorage, StorageProperties):
         of_q = Transform(self.head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
         of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         return self._batches.write_batch(layer, qkv, slot_mapping, num_q_heads, of_q, of_k, out, num_threads)
-
-    def attend_batch(
-        self,
-        layer: int,
-        q: ArrayLike,
-        sequences: Any = None,
-        *,
-        block_table: ArrayLike | None = None,
-        seq_lens: ArrayLike | None = None,
-        cu_seqlens_q: ArrayLike | None = None,
-        cascade: bool = True,
-        **options: Unpack[AttendOptions],
-    ) -> Any:
-        """Attention of a ragged batch, prompts and single tokens mixed.
-
-        Parameters
-        ----------
-        layer : int
-        q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
-            Queries of the last tokens of each sequence, sequence after sequence.
-        sequences : list of Sequence, or PreparedBatch
-            Each is read with the tokens that this layer holds. Instead, pass `block_table` and `seq_lens`, or what
-            `prepare_batch` has made of them.
-        block_table : integers of shape (num_sequences, max_blocks)
-        seq_lens : integers of shape (num_sequences,)
-            Plain block tables, and the tokens in them including those of `q`. In a pool with a window, only the blocks of
-            the sinks and of the tokens that the queries see have to be present.
-        cu_seqlens_q : integers of shape (num_sequences + 1,), optional
-            Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; by default one query each.
-        cascade : bool
-            Read blocks that several sequences share only once (from 256 shared tokens on, and not with a sliding
-            window or chunks). The result differs by rounding.
-        **options
-            As in `KVCache.attend`. `chosen` has the positions of all queries of `q`, each within its own sequence. In a pool with a
-            window, the window and sinks of the pool are the defaults and the largest values allowed.
-        spans, parents : list with one entry per sequence, optional
-            As in `KVCache.attend`, or None for a sequence without them.
-
-        Returns
-        -------
-        ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32, or `out`
-            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
-            blocks, the result has the same bits as `Sequence.attend` of each sequence alone.
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
-        """
-        batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
-        return self._batches.attend_batch(layer, q, *batch, options, cascade)
-
-    def explain_batch(
-        self,
-        layer: int,
-        q: Any,
-        sequences: Any = None,
-        *,
-        block_table: ArrayLike | None = None,
-        seq_lens: ArrayLike | None = None,
-        cu_seqlens_q: ArrayLike | None = None,
-        cascade: bool = True,
-        num_q_heads: int | None = None,
-        dtype: Any = "float32",
-        **options: Unpack[AttendOptions],
-    ) -> AttendPlan:
-        """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
-
-        Parameters
-        ----------
-        layer, q, num_q_heads, dtype
-            As in `KVCache.explain`.
-        sequences, block_table, seq_lens, cu_seqlens_q, cascade, **options
-            As in `attend_batch`.
-
-        Returns
-        -------
-        AttendPlan
-        """
-        batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
-        return self._batches.explain_batch(layer, q, num_q_heads, dtype, *batch, options, cascade)

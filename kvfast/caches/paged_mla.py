@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfast.caches.latent_rows import LatentRows
-from kvfast.caches.mla import LatentSequence
-from kvfast.caches.paged_sequence import PagedSequence
-from kvfast.caches.paged_storage import PagedStorage
-from kvfast.caches.states import States
-from kvfast.caches.storage_properties import StorageProperties
-from kvfast.caches.stored_sequence import StoredSequence
+from kvfast.caches.mla import MLAKVCache, check_indexer
+from kvfast.caches.paged_sequence import Sequence
+from kvfast.caches.pool import Pool
 from kvfast.storage.settings import latent as latent_settings
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
-
-    from kvfast.attention.explained import AttendPlan
-    from kvfast.attention.options import AttendOptions
 
 __all__ = ["MLASequence", "PagedMLAKVCache"]
 
 
-class MLASequence(PagedSequence, LatentSequence, LatentRows, States, StoredSequence, StorageProperties):
+class MLASequence(Sequence, MLAKVCache):
     """One sequence of a `PagedMLAKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
 
     Has the methods of `MLAKVCache`, and those of a `Sequence`.
@@ -40,10 +32,10 @@ class MLASequence(PagedSequence, LatentSequence, LatentRows, States, StoredSeque
     (1, 128, 512)
     """
 
-    __slots__ = PagedSequence._slots
+    __slots__ = ()
 
 
-class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
+class PagedMLAKVCache(Pool):
     """Cache of latent rows of many sequences in one pool of blocks: rows as in `MLAKVCache`, a pool as in `PagedKVCache`.
 
     Parameters
@@ -102,6 +94,14 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         settings = latent_settings(num_layers, latent_dim, rope_dim, dtype)
         super().__init__(settings, num_blocks, block_size, secure, buffer, max_state_bytes)
 
+    @property
+    def latent_dim(self) -> int:
+        return self._storage.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        return self._storage.rope_dim
+
     def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
         """Store rows of several sequences.
 
@@ -120,46 +120,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         ValueError
             For slots that are out of range, given twice, or not the next slots of their sequence.
         """
-        self._batches.append_batch(layer, *self._row_parts(latent), slot_mapping, zero_nonfinite)
-
-    def attend_batch(
-        self,
-        layer: int,
-        q: ArrayLike,
-        sequences: Any = None,
-        *,
-        block_table: ArrayLike | None = None,
-        seq_lens: ArrayLike | None = None,
-        cu_seqlens_q: ArrayLike | None = None,
-        cascade: bool = True,
-        **options: Unpack[AttendOptions],
-    ) -> Any:
-        """Attention of a ragged batch in latents; prompts and single tokens may be mixed.
-
-        Parameters
-        ----------
-        layer : int
-        q : array of shape (num_tokens, num_q_heads, latent_dim + rope_dim), float32, float16 or bfloat16
-            Queries of the last tokens of each sequence, sequence after sequence, with the projection absorbed; see
-            `MLAKVCache.attend`.
-        sequences, block_table, seq_lens, cu_seqlens_q, cascade
-            As in `PagedKVCache.attend_batch`. A multiple of 16 query heads gains nothing from shared reading, so each
-            sequence is then read separately.
-        **options
-            As in `MLAKVCache.attend`.
-
-        Returns
-        -------
-        ndarray of shape (num_tokens, num_q_heads, latent_dim), float32, or `out`
-            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
-            blocks, the result has the same bits as `MLASequence.attend` of each sequence alone.
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
-        """
-        batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
-        return self._batches.attend_batch(layer, q, *batch, options, cascade)
+        self._batches.append_batch(layer, latent, None, slot_mapping, zero_nonfinite)
 
     def top_k_batch(
         self,
@@ -199,37 +160,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage, StorageProperties):
         ValueError
             As `MLAKVCache.top_k`.
         """
-        self._check_indexer()
+        check_indexer(self.rope_dim)
         return self._batches.top_k_batch(
             layer, q, weights, k, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), num_threads
         )
-
-    def explain_batch(
-        self,
-        layer: int,
-        q: Any,
-        sequences: Any = None,
-        *,
-        block_table: ArrayLike | None = None,
-        seq_lens: ArrayLike | None = None,
-        cu_seqlens_q: ArrayLike | None = None,
-        cascade: bool = True,
-        num_q_heads: int | None = None,
-        dtype: Any = "float32",
-        **options: Unpack[AttendOptions],
-    ) -> AttendPlan:
-        """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
-
-        Parameters
-        ----------
-        layer, q, num_q_heads, dtype
-            As in `MLAKVCache.explain`.
-        sequences, block_table, seq_lens, cu_seqlens_q, cascade, **options
-            As in `attend_batch`.
-
-        Returns
-        -------
-        AttendPlan
-        """
-        batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
-        return self._batches.explain_batch(layer, q, num_q_heads, dtype, *batch, options, cascade)

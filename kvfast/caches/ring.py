@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvfast.caches.sequence_cache import SequenceCache
-from kvfast.caches.splicing import Splicing
-from kvfast.caches.states import States
-from kvfast.caches.storage_properties import StorageProperties
-from kvfast.caches.stored_sequence import StoredSequence
-from kvfast.codec.projection import Transform, rotated
-from kvfast.codec.rope import RotaryTables
-from kvfast.core.checks import check_size
-from kvfast.core.interchange import as_array
 from kvfast.core.text import same_or_tuple, size_text
 from kvfast.storage.kinds import ROLLBACK, storage_of
 from kvfast.storage.settings import full, ring, with_states
@@ -22,6 +12,7 @@ from kvfast.storage.settings import full, ring, with_states
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvfast.codec.rope import Rope
@@ -29,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["RingKVCache"]
 
 
-class RingKVCache(SequenceCache, Splicing, States, StoredSequence, StorageProperties):
+class RingKVCache(SequenceCache):
     """Key/value cache of a sliding window: constant memory for endless generation.
 
     Keeps the last `sliding_window` tokens, the first `num_sink_tokens` tokens permanently (attention sinks, StreamingLLM, arXiv
@@ -87,7 +78,7 @@ class RingKVCache(SequenceCache, Splicing, States, StoredSequence, StorageProper
            97, 98, 99])
     """
 
-    __slots__ = ("_interleaved", "_rope")
+    __slots__ = ()
 
     def __init__(
         self,
@@ -109,46 +100,6 @@ class RingKVCache(SequenceCache, Splicing, States, StoredSequence, StorageProper
         layers = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
         settings = with_states(ring(layers, sliding_window, num_sink_tokens, rollback, rope), max_state_bytes)
         self._open(settings, storage_of(settings, block_size, None, secure, max_state_bytes))
-
-    def _open(self, settings, storage):
-        super()._open(settings, storage)
-        self._rope, rope = None, settings["rope"]
-        if rope is not None:
-            self._rope = RotaryTables(2 * len(rope["frequencies"]), frequencies=rope["frequencies"])
-            self._interleaved = rope["interleaved"]
-
-    def _transform(self, layer, array, norm, eps):
-        if self._rope is None:
-            return None
-        num_tokens, length = _num_tokens(array), self.layer_length(layer)
-        cos, sin = self._rope(length, num_tokens)
-        return Transform(
-            self._head_dim(layer), norm, eps, cos, sin, np.arange(num_tokens), self._interleaved, "k_norm", made_for=length
-        )
-
-    def _rotated(self, layer, q, options):
-        if self._rope is None:
-            return q, None, -1
-        if options.get("attention_chunk_size") is not None:
-            raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
-        if options.get("parents") is not None:
-            raise ValueError("parents must be None in a ring with a rope, which has rotated each draft for its row")
-        n, length = _num_tokens(q), self.layer_length(layer)
-        first = max(0, length - n)
-        at_window = rotated(q, *self._rope(first, n), self._interleaved)
-        window, num_sink_tokens = options.get("sliding_window"), options.get("num_sink_tokens")
-        window = self._settings["windows"][layer] if window is None else check_size(window, "sliding_window", 1)
-        num_sink_tokens = self.num_sink_tokens if num_sink_tokens is None else check_size(num_sink_tokens, "num_sink_tokens", 0)
-        if options.get("spans") is not None and window is not None and not options.get("clamp_spans"):
-            _check_spans(options["spans"], window)
-        if window is None or not num_sink_tokens or length <= window:
-            return at_window, None, length
-        # The last position in a cache that holds the sinks and the window up to the query.
-        return at_window, rotated(q, *self._rope(first, n, num_sink_tokens + window - 1), self._interleaved), length
-
-    @property
-    def _unmovable(self):
-        return None if self._rope is None else "a ring with a rope has rotated each key for its row"
 
     def positions(self, layer: int = 0) -> NDArray[np.int64]:
         """Absolute positions of the visible tokens of a layer, in the order of `k` and `v`.
@@ -179,23 +130,3 @@ class RingKVCache(SequenceCache, Splicing, States, StoredSequence, StorageProper
         window = self.sliding_window if not isinstance(self.sliding_window, tuple) else "mixed"
         sinks = f" + {self.num_sink_tokens} sinks" if self.num_sink_tokens else ""
         return f"RingKVCache({self._shape()}, window {window}{sinks}, {self._tokens_text()} seen, {size_text(self.nbytes)})"
-
-
-def _num_tokens(array):
-    """Rows of an array, at least 1: what has no rows, or is not an array, is refused later, in `open_rows`."""
-    try:
-        shape = np.shape(array)
-    except ValueError:
-        return 1
-    return max(1, shape[0]) if shape else 1
-
-
-def _check_spans(spans, window):
-    """Refuse spans that reach before the window of a query, whose sinks lie directly before it. What is wrong otherwise is told later."""
-    spans = as_array(spans, "spans")
-    longest = int(np.diff(spans).max()) if spans.ndim == 2 and spans.shape[1] == 2 and spans.dtype.kind in "iu" and len(spans) else 0
-    if longest > window:
-        raise ValueError(
-            f"spans must not be longer than the window of {window} tokens in a ring with a rope, whose sinks lie directly before the window, "
-            f"got {longest}: pass clamp_spans=True"
-        )

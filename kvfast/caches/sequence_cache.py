@@ -1,34 +1,94 @@
-"""Methods that all caches of keys and values of one sequence share: names and documentation over the compiled storage."""
+"""What all caches of one sequence share: names and documentation over the compiled storage."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from kvfast.caches.ring_rope import RingRope
+from kvfast.caches.snapshot import Snapshot, checked_metadata
+from kvfast.caches.storage_properties import StorageProperties
 from kvfast.codec.projection import Transform
-from kvfast.storage.kinds import keys_of
+from kvfast.codec.rope import Rope, frequencies_of
+from kvfast.core.checks import check_size, checked_lengths, checked_path, checked_token_ids
+from kvfast.core.kernels import default_precision
+from kvfast.core.limits import MAX_TOKENS
+from kvfast.core.text import shown
+from kvfast.errors import IncompatibleSnapshotError
+from kvfast.files.state import from_arrays
+from kvfast.storage.kinds import decoded, keys_of
+from kvfast.storage.sequences.branches import keep_branch
+from kvfast.storage.sequences.splicing import check_splice, drop, splice
+from kvfast.storage.settings import NAMES
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from kvfast.attention.explained import AttendPlan
     from kvfast.attention.options import AttendOptions
+    from kvfast.codec.calibration import Calibration, LayerCalibration
 
 
-class SequenceCache:
-    """Methods that all caches of keys and values of one sequence share."""
+def storage_in(cache):
+    """The `SequenceStorage` of a cache or a snapshot, for packages above the caches."""
+    return cache._storage
 
-    __slots__ = ()
 
-    # Overridden by a cache that rotates queries and keys itself.
+def settings_of(cache):
+    """Kind, shape and formats of a cache, for the header of a file."""
+    return cache._settings
 
-    def _transform(self, layer, array, norm, eps):
-        """The Transform of the new keys of `array`, or None to store them as they are."""
 
-    def _rotated(self, layer, q, options):
-        """Queries for the window, queries for the sinks, or None if they are the same, and the layer length that they were made for."""
-        return q, None, -1
+def salt_of(cache):
+    """The salt of a sequence's tokens, empty for other caches; None for a sequence from a file, which does not store the salt."""
+    return b"" if cache._ids is None else cache._ids.salt
+
+
+def know_tokens(cache, token_ids, salt):
+    """Let the pool of a sequence find its blocks by their token ids, under its salt, or without one, under `salt`. Does nothing for a
+    cache without a pool."""
+    if cache._ids is not None:
+        cache._storage.alone(lambda: cache._ids.set(token_ids, salt))
+
+
+class SequenceCache(StorageProperties):
+    """A cache of one sequence. Kinds of caches say what is in it, and what else they can do.
+
+    A sequence of a pool also keeps the ids of its tokens, and a ring with a rope rotates queries and keys itself: each is a part, or
+    None.
+    """
+
+    __slots__ = ("__weakref__", "_ids", "_rope", "_settings", "_storage")
+
+    is_paged = False
+
+    @classmethod
+    def _over(cls, settings, storage):
+        """A cache over a storage with these settings."""
+        cache = cls.__new__(cls)
+        cache._open(settings, storage)
+        return cache
+
+    def _open(self, settings, storage, ids=None):
+        self._settings, self._storage, self._ids = settings, storage, ids
+        self._rope = None if settings.get("rope") is None else RingRope(settings)
+
+    @property
+    def precision(self) -> str:
+        """The precision of calls that name none, ``"exact"`` or ``"fast"``; see [precision](../concepts/precision.md).
+
+        Set it for all later calls; None returns to that of the process. It says how stored bytes are read, so files, snapshots and
+        prompt stores know nothing of it. Forks and copies inherit it.
+        """
+        return self._storage.precision or default_precision()
+
+    @precision.setter
+    def precision(self, name: str | None) -> None:
+        self._storage.precision = name
 
     def append(self, layer: int, k: ArrayLike, v: ArrayLike) -> None:
         """Append the keys and values of one or more tokens to a layer.
@@ -49,7 +109,7 @@ class SequenceCache:
         CacheFullError
             If the layer would hold more than `max_seq_len` tokens.
         """
-        self._storage.append(layer, k, v, self._transform(layer, k, None, 0.0))
+        self._storage.append(layer, k, v, None if self._rope is None else self._rope.of_keys(self._storage, layer, k))
 
     def write(
         self,
@@ -98,13 +158,16 @@ class SequenceCache:
         ------
         DimensionMismatchError, TypeError, IndexError, ValueError, NonFiniteInputError, CacheFullError
         """
-        head_dim = self._head_dim(layer)
+        if self._settings["kind"] == "latent":
+            raise ValueError("write is for keys and values: latent rows come whole, pass them to append")
+        head_dim = self._storage.shape(layer)[1]
         of_q = Transform(head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
-        of_k = self._transform(layer, qkv, k_norm, eps)
-        if of_k is None:
+        if self._rope is None:
             of_k = Transform(head_dim, k_norm, eps, name="k_norm", rotation=of_q)
-        elif cos is not None or sin is not None or interleaved:
-            raise ValueError("a ring with a rope rotates queries and keys itself: leave out cos, sin and interleaved")
+        else:
+            of_k = self._rope.of_keys(self._storage, layer, qkv, k_norm, eps)
+            if cos is not None or sin is not None or interleaved:
+                raise ValueError("a ring with a rope rotates queries and keys itself: leave out cos, sin and interleaved")
         return self._storage.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
 
     def attend(self, layer: int, q: ArrayLike, **options: Unpack[AttendOptions]) -> Any:
@@ -115,9 +178,9 @@ class SequenceCache:
         layer : int
         q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
             Queries of the last `num_tokens` tokens of the layer (append them first), at most all of them. Query head h reads KV
-            head ``h // (num_q_heads // num_kv_heads)``.
+            head ``h // (num_q_heads // num_kv_heads)``. Of latent rows, head_dim is latent_dim + rope_dim; see `MLAKVCache`.
         out : array of shape (num_tokens, num_q_heads, v_head_dim), float32, float16 or bfloat16, optional
-            Where to write the output.
+            Where to write the output, which of latent rows is as wide as latents.
         scale : float, optional
             Factor of the scores; ``head_dim ** -0.5`` by default.
         causal : bool
@@ -172,7 +235,9 @@ class SequenceCache:
         ------
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
-        q, sink_q, made_for = self._rotated(layer, q, options)
+        if self._rope is None:
+            return self._storage.attend(layer, q, options)
+        q, sink_q, made_for = self._rope.of_queries(self._storage, layer, q, options)
         return self._storage.attend(layer, q, options, sink_q, made_for)
 
     def explain(
@@ -232,5 +297,429 @@ class SequenceCache:
         """Values of a layer, of shape (layer_length(layer), num_kv_heads, v_head_dim); see `k`."""
         return self._storage.rows(layer, True)[0]
 
-    def _head_dim(self, layer):
-        return self._storage.shape(layer)[1]
+    def splice(self, *parts: Any, rope: Rope | None | Sequence[Rope | None], recomputed: int = 0) -> None:
+        """Append parts that were computed apart, one after another, to the tokens of this cache.
+
+        Each part was computed from position 0, by itself. Its keys stay as they are stored, and `attend` rotates the
+        queries back by the distance that the part was moved: rotary scores depend on distances alone. Tokens of a part
+        did not see the tokens that now precede the part, which changes a model's answers. Computing the part's first
+        tokens again reduces the change.
+
+        Parameters
+        ----------
+        *parts : Snapshot, KVCache or Sequence
+            With the shape and formats of this cache. Their complete tokens are taken: shared if they are in the same pool, else
+            copied.
+        rope : Rope or None, or a list with one per layer
+            The rotation that the model applies to keys and queries; None for layers without rotation (ALiBi, NoPE). All calls
+            for a cache need the same `rope`.
+        recomputed : int
+            For a single part: number of its first tokens that were computed again, in their new place, as the last tokens of
+            this cache. They replace the part's first tokens, and the rest of the part follows.
+
+        Raises
+        ------
+        IncompatibleSnapshotError
+            If a part has another shape or other formats.
+        CacheFullError
+            If the tokens do not fit `max_seq_len` or the blocks of the pool.
+        ValueError
+            For a ring or a pool with a window, if layers hold tokens that are not complete, for a rope that does not fit the heads
+            or is not that of earlier calls, and for `recomputed` with several parts or more tokens than there are.
+            The cache stays as it was.
+
+        Notes
+        -----
+        Everything goes on as before: `append`, `attend` (positions are those in the whole cache), `truncate`, `snapshot`, `fork`.
+        Only files, `state_dict` and prompt caches refuse a spliced cache. Each part has blocks of its own, so its last block may be
+        partly empty. Another thread must not use a part's cache meanwhile.
+
+        Examples
+        --------
+        >>> import kvfast, numpy as np
+        >>> def computed(num_tokens):
+        ...     cache = kvfast.KVCache(1, 2, 64)
+        ...     cache.append(0, *np.ones((2, num_tokens, 2, 64), np.float32))
+        ...     cache.advance(num_tokens)
+        ...     return cache
+        >>> documents = [computed(n).snapshot() for n in (100, 300)]
+        >>> cache = computed(20)
+        >>> cache.splice(*documents, rope=kvfast.Rope())
+        >>> len(cache)
+        420
+        """
+        recomputed = check_size(recomputed, "recomputed", 0, MAX_TOKENS)
+        ropes = self._rotations(rope)
+        snapshots = [self._checked_part(part) for part in parts]
+        if recomputed and (len(snapshots) != 1 or recomputed > len(snapshots[0])):
+            raise ValueError(
+                f"recomputed needs one part of at least as many tokens, got {recomputed} with parts of "
+                f"{shown([len(one) for one in snapshots])} tokens"
+            )
+        snapshots = [one for one in snapshots if len(one)]
+        storages = [one._storage for one in snapshots]
+        check_splice(self._storage, storages, ropes, recomputed)
+        if len(self) == 0 and len(snapshots) == 1:
+            self.restore(snapshots[0])
+        elif snapshots:
+            splice(self._storage, storages, ropes, recomputed, self._ids and self._ids.forget)
+
+    def drop(self, first: int, last: int, *, rope: Rope | None | Sequence[Rope | None]) -> None:
+        """Take the tokens from position `first` to `last` out; later tokens move up (context shift).
+
+        Later keys stay as they are stored, and `attend` rotates the queries instead. This works for every format, and any
+        number of times. Blocks without tokens are given back, so that a conversation without end fits a cache of a fixed size.
+
+        Parameters
+        ----------
+        first, last : int
+            ``0 <= first <= last <= len(cache)``; the token at `last` stays.
+        rope : Rope or None, or a list with one per layer
+            As in `splice`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As in `splice`, and for positions out of range. The cache stays as it was.
+        CacheFullError
+            If a secure pool has no blocks for copies of those that are cut and shared with others.
+
+        Notes
+        -----
+        Drop many tokens at a time: each call adds a segment, which attention reads apart from the others.
+
+        Examples
+        --------
+        >>> import kvfast, numpy as np
+        >>> cache = kvfast.KVCache(1, 2, 64, max_seq_len=512)
+        >>> cache.append(0, *np.ones((2, 512, 2, 64), np.float32))
+        >>> cache.advance(512)
+        >>> cache.drop(16, 272, rope=kvfast.Rope())
+        >>> len(cache)
+        256
+        """
+        drop(self._storage, first, last, self._rotations(rope), self.truncate, self._ids and self._ids.forget)
+
+    @property
+    def is_spliced(self) -> bool:
+        """Whether the cache holds tokens that were moved by `splice` or `drop`."""
+        return self._storage.is_spliced
+
+    def _rotations(self, rope):
+        """The rotation of each layer as `storage.splicing` takes it."""
+        if self._settings["kind"] == "latent":
+            raise ValueError(
+                "latent rows cannot be spliced or dropped: truncate to the tokens before them, and append later rows again"
+            )
+        if self._settings.get("has_states"):
+            raise ValueError("a cache with recurrent states cannot be spliced: they depend on every token before them")
+        if self._settings.get("rope") is not None:
+            raise ValueError("a ring with a rope cannot be spliced: it rotates queries and keys itself")
+        ropes = list(rope) if isinstance(rope, (list, tuple)) else [rope] * self.num_layers
+        if len(ropes) != self.num_layers:
+            raise ValueError(f"rope must be one Rope or {self.num_layers}, one per layer, got {len(ropes)}")
+        for one in ropes:
+            if one is not None and not isinstance(one, Rope):
+                raise TypeError(f"rope must be a Rope or None, got {type(one).__name__}")
+        return tuple(
+            None if one is None else (frequencies_of(one, self._storage.shape(layer)[1]), bool(one.interleaved))
+            for layer, one in enumerate(ropes)
+        )
+
+    def _checked_part(self, part):
+        """A part as a Snapshot that fits this cache, apart from its number of tokens."""
+        if isinstance(part, SequenceCache) and part._settings["kind"] != "latent":
+            part = part.snapshot()
+        if not isinstance(part, Snapshot):
+            raise TypeError(f"splice needs snapshots and caches, got {type(part).__name__}")
+        part._check_settings(self)
+        return part
+
+    def advance(self, n: int = 1) -> None:
+        """Count `n` tokens as complete; every layer must hold exactly that many new ones.
+
+        Raises
+        ------
+        ValueError
+            If layers hold more or fewer; the message names them.
+        """
+        self._storage.advance(n)
+
+    def layer_length(self, layer: int) -> int:
+        """Tokens that a layer holds, advanced or not."""
+        return self._storage.layer_length(layer)
+
+    def truncate(self, n: int, keep: ArrayLike | None = None) -> None:
+        """Keep the first `n` complete tokens. Tokens that were never counted with `advance` are dropped too.
+
+        So ``truncate(len(cache))`` undoes a step that failed half way. The bytes of the kept tokens do not change.
+
+        Parameters
+        ----------
+        n : int
+        keep : integers of shape (num_kept,), optional
+            Also keep these of the later tokens, whether they were counted or not: rising numbers, 0 for the token at position
+            `n`, as in the `parents` of `attend`. They follow directly on the first `n` tokens, and no bit of them changes. So
+            one call keeps the right branch of a tree of drafts. Call it before `advance`: tokens that were not counted before
+            are not counted afterwards, either, and no block of them is sealed yet.
+
+        Raises
+        ------
+        MissingCheckpointError
+            If the cache is of a model with recurrent states, and there is no checkpoint after `n` tokens. The attribute `nearest` of the
+            error is the last position before with one.
+        ValueError
+            For an `n` beyond the complete tokens, if a ring has dropped tokens that it would need, for numbers that do not rise, or
+            beyond the tokens of a layer. Where tokens would have to move that cannot: into a sealed block, to the first tokens that a
+            format keeps as floats, in a spliced cache, or in a ring with a `rope`. The message says what to do instead, and the cache
+            stays as it was.
+        CacheFullError
+            If a pool has no block for a copy of one that others share.
+        """
+        if keep is None:
+            self._storage.truncate(n, self._ids and self._ids.cut)
+        else:
+            keep_branch(self._storage, n, keep, self._ids and self._ids.move, self._rope and RingRope.UNMOVABLE)
+
+    def add_checkpoint(self, states: Mapping[str, ArrayLike]) -> None:
+        """Keep the recurrent states of a model after all complete tokens, for `truncate`, snapshots and files.
+
+        Keys and values of a token can be dropped, a recurrent state cannot go back. So whoever computes gives the states at some
+        positions: after each piece of a prompt, before tokens that may be rejected, at the end of an answer.
+
+        Parameters
+        ----------
+        states : mapping of str to array
+            The states of all layers, under names of your choice: any numbers and shapes, bfloat16 as that of ml_dtypes. Copied. All
+            checkpoints of a cache have the same names, shapes and dtypes. States may be infinite; nothing looks at their values.
+
+        Raises
+        ------
+        DimensionMismatchError
+            If the names, shapes or dtypes are others than in the checkpoints before.
+        TypeError
+        ValueError
+            If the cache was made without `max_state_bytes`, if one checkpoint needs more, if there are no tokens, or tokens that were
+            never counted with `advance`.
+
+        Examples
+        --------
+        >>> import kvfast, numpy as np
+        >>> cache = kvfast.KVCache(1, 2, 64, max_state_bytes=1 << 20)
+        >>> for state in range(3):
+        ...     cache.append(0, *np.ones((2, 100, 2, 64), np.float32))
+        ...     cache.advance(100)
+        ...     cache.add_checkpoint({"recurrent": np.full((16, 64), state, np.float32)})
+        >>> cache.checkpoints
+        (100, 200, 300)
+        >>> cache.truncate(200)
+        >>> int(cache.states_at()["recurrent"][0, 0])
+        1
+        """
+        self._storage.add_checkpoint(states, self._ids and self._ids.know_states)
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """The numbers of first tokens after which there is a checkpoint, in ascending order."""
+        return () if self._storage.checkpoints is None else self._storage.checkpoints.positions
+
+    def states_at(self, n: int | None = None) -> dict[str, NDArray[Any]]:
+        """The recurrent states of a checkpoint.
+
+        Parameters
+        ----------
+        n : int, optional
+            After how many tokens; by default after all that are complete.
+
+        Returns
+        -------
+        dict of str to ndarray
+            What `KVCache.add_checkpoint` got: read-only views, which stay valid. bfloat16 comes as that of ml_dtypes, or as its bits in
+            uint16 if the package is missing.
+
+        Raises
+        ------
+        MissingCheckpointError
+            Its attribute `nearest` is the last position before `n` with a checkpoint.
+        ValueError
+            For a cache that was made without `max_state_bytes`.
+        """
+        return self._storage.states_at(n)
+
+    @property
+    def max_state_bytes(self) -> int | None:
+        """The most bytes that checkpoints take; None for any number, or if there are no states."""
+        return None if self._storage.checkpoints is None else self._storage.checkpoints.max_bytes
+
+    def clear(self) -> None:
+        """Drop all tokens; the memory is kept for new ones, except what a prompt took in a ring."""
+        self._storage.truncate(0)
+
+    def copy(self) -> Self:
+        """An independent deep copy, with all tokens, counted or not."""
+        return self._over(self._settings, self._storage.copy())
+
+    def fork(self) -> Self:
+        """Another cache with the same tokens, counted or not, in the same blocks.
+
+        A block is copied when one of the two writes to it. The two share memory, and for threads they count as one cache.
+        """
+        return self._over(self._settings, self._storage.share())
+
+    def snapshot(
+        self,
+        token_ids: ArrayLike | None = None,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        uncounted: Literal["raise", "drop"] = "raise",
+    ) -> Snapshot:
+        """Snapshot of the current complete tokens.
+
+        Copies the block table only. Blocks are shared, and copied when this cache writes to them.
+
+        Parameters
+        ----------
+        token_ids : integers of shape (len(cache),), optional
+            The token ids, to store with the tokens.
+        metadata : dict of str to str, optional
+            Anything else to store, for example the name of the model.
+        uncounted : {"raise", "drop"}
+            What to do if layers hold tokens that were never counted with `advance`: refuse the call, or leave them out.
+
+        Returns
+        -------
+        Snapshot
+
+        Raises
+        ------
+        ValueError
+            If layers hold tokens that were never counted, or if the number of `token_ids` differs.
+        """
+        if token_ids is not None:
+            checked_token_ids(token_ids, len(self))
+        checked_metadata(metadata)  # what cannot be stored is refused before blocks are shared
+        known = [(token_ids, b"")]
+        storage = self._storage.share_counted(uncounted, self._ids and (lambda: known.append(self._ids.told(token_ids))))
+        ids, salt = known[-1]
+        return Snapshot(self._settings, storage, ids, metadata, salt)
+
+    def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
+        """Return to the state of a snapshot of this cache, or of another with the same settings.
+
+        A snapshot of this cache is restored by sharing its blocks. The bytes of a snapshot of another cache are copied. A
+        snapshot of a `KVCache` can be restored into a `Sequence`, and the reverse.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+        convert : bool
+            Also accept a snapshot with other storage formats: its tokens are decoded, and encoded in the formats of this
+            cache. They do not become more exact if these have more bits.
+
+        Raises
+        ------
+        IncompatibleSnapshotError
+            If layers, heads, head_dim or windows differ, or the dtypes without `convert`; if a ring has dropped tokens that
+            are to be converted; or if there is no room for the tokens. The cache stays as it was.
+        NonFiniteInputError
+            For converted values beyond the range of a dtype.
+        CacheFullError
+            If the pool of a `Sequence` has too few blocks.
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
+        storage, ids = snapshot._fitted(self, convert), self._ids
+        self._storage.restore(storage, ids and ids.forget, ids and (lambda: ids.set(snapshot.token_ids, snapshot._salt)))
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        token_ids: ArrayLike | None = None,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        uncounted: Literal["raise", "drop"] = "raise",
+    ) -> None:
+        """Write the stored bytes of the complete tokens to a file: safetensors, with checksums.
+
+        If the process dies meanwhile, the file is either the old one or the new one; the next `save` to this path removes the
+        unfinished file. A new file gets its mode from the umask, and a replaced file keeps its mode.
+
+        Parameters
+        ----------
+        path : path-like
+        token_ids, metadata, uncounted
+            As in `snapshot`.
+
+        Raises
+        ------
+        OSError
+            Also if `path` is a folder, a device, a pipe or a socket: only files are replaced.
+        ValueError
+        ModuleNotFoundError
+            Without the packages of ``kvfast[files]``.
+        """
+        path = checked_path(path, "path")  # anything else is refused before the snapshot shares blocks
+        self.snapshot(token_ids, metadata, uncounted=uncounted).save(path)
+
+    def state_dict(self, *, uncounted: Literal["raise", "drop"] = "raise") -> dict[str, NDArray[Any]]:
+        """The stored bytes as plain arrays; see `Snapshot.state_dict`, and `snapshot` for `uncounted`."""
+        return self.snapshot(uncounted=uncounted).state_dict()
+
+    @classmethod
+    def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration | LayerCalibration | None = None) -> Self:
+        """A cache from the result of `state_dict`; `calibration` as in `kvfast.load`.
+
+        Raises
+        ------
+        CorruptFileError, IncompatibleSnapshotError
+            If the arrays are damaged, of another kind of cache, or of a version that this kvfast cannot read. A sequence is made by
+            its pool: restore ``kvfast.Snapshot.from_state_dict(arrays)`` into a new one.
+        """
+        settings, storage, *_ = from_arrays(arrays, calibration)
+        name = NAMES[settings["kind"]]
+        if name != cls.__name__:
+            way = ": pool.new_sequence().restore(kvfast.Snapshot.from_state_dict(arrays))" if cls.is_paged else ""
+            raise IncompatibleSnapshotError(f"this is the state of a {name}, not of a {cls.__name__}{way}")
+        return cls._over(settings, storage)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled; save() writes it to a file that is safe to load")
+
+    def __len__(self) -> int:
+        return self._storage.length
+
+    def __bool__(self) -> bool:
+        return self._storage.length > 0
+
+    def _tokens_text(self, most=""):
+        """The number of tokens, for `__repr__`, with the number of uncounted tokens."""
+        uncounted = self._storage.num_uncounted
+        checkpoints = "" if self._storage.checkpoints is None else f" with {len(self._storage.checkpoints.held)} checkpoints"
+        return f"{len(self)}{most} tokens" + (f" + {uncounted} not counted" if uncounted else "") + checkpoints
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Largest number of tokens, or None for a cache that grows."""
+        return self._storage.max_seq_len
+
+    @property
+    def context_lens(self) -> NDArray[np.int32]:
+        """Tokens that each layer holds, advanced or not: int32 of shape (num_layers,). ValueError from 2**31 tokens on."""
+        return checked_lengths([self._storage.layer_length(layer) for layer in range(self.num_layers)], "context_lens")
+
+    def capacity(self, layer: int = 0) -> int:
+        """Tokens that the memory reserved for a layer has room for."""
+        return self._storage.capacity(layer)
+
+    def block_indices(self, layer: int = 0) -> NDArray[np.int32]:
+        """Blocks that hold a layer's tokens, in their order: int32 of shape (num_blocks,)."""
+        return self._storage.block_ids(layer)
+
+    def _decoded(self, layer):
+        """The two sides of a layer's tokens, float32 of shape (tokens, heads, dim)."""
+        return decoded(self._settings, self._storage, layer)

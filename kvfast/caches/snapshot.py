@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from kvfast.caches.states import States
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_flag, check_size, checked_list, checked_token_ids
 from kvfast.core.interchange import as_floats
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Snapshot"]
 
 
-class Snapshot(States, StorageProperties):
+class Snapshot(StorageProperties):
     """The complete tokens of a cache at one point in time: from `KVCache.snapshot`, a file, or arrays.
 
     A snapshot shares the blocks of its cache. Only the block table is copied, and a block when the cache writes to it. The
@@ -95,6 +94,20 @@ class Snapshot(States, StorageProperties):
     def nbytes(self) -> int:
         """Bytes that only this snapshot needs: its table, and blocks and checkpoints that its cache has since overwritten or dropped."""
         return self._storage.nbytes_alone
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """The numbers of first tokens after which there is a checkpoint, in ascending order."""
+        return () if self._storage.checkpoints is None else self._storage.checkpoints.positions
+
+    def states_at(self, n: int | None = None) -> dict[str, NDArray[Any]]:
+        """The recurrent states of a checkpoint; see `KVCache.states_at`."""
+        return self._storage.states_at(n)
+
+    @property
+    def max_state_bytes(self) -> int | None:
+        """The most bytes that checkpoints take; None for any number, or if there are no states."""
+        return None if self._storage.checkpoints is None else self._storage.checkpoints.max_bytes
 
     def to_arrays(self) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
         """Decode all tokens.

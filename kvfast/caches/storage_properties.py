@@ -26,8 +26,8 @@ class StorageProperties:
 
     @property
     def head_dim(self) -> int | tuple[int, ...]:
-        """A number, or a tuple of one per layer where layers differ."""
-        return self._storage.head_dim
+        """A number, or a tuple of one per layer where layers differ; latent_dim + rope_dim for latent rows."""
+        return self._storage.head_dim + self._storage.rope_dim if self._storage.rope_dim else self._storage.head_dim
 
     @property
     def v_head_dim(self) -> int | tuple[int, ...]:
@@ -92,5 +92,7 @@ class StorageProperties:
         return self.dtype if isinstance(self.dtype, str) else "mixed"
 
     def _shape(self):
+        if self._storage.rope_dim is not None:
+            return f"{self.dtype_name}, {self.num_layers} layers x ({self._storage.head_dim} + {self._storage.rope_dim})"
         dims = each(self.head_dim) if self.v_head_dim == self.head_dim else f"{each(self.head_dim)} and {each(self.v_head_dim)}"
         return f"{self.dtype_name}, {self.num_layers} layers x {each(self.num_kv_heads)} heads x {dims}"

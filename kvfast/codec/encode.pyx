@@ -7,14 +7,15 @@ from libc.string cimport memset
 
 from kvfast.codec.blocks cimport KV_TO_STORED, change_key_basis, changes_basis, k_block_at, kv_layout, piece_of, v_block_at
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name
-from kvfast.core.arrays cimport Rows, check_finite, kv_rows, zero_unstorable
+from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows, zero_unstorable
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
-from kvfast.core.limits cimport KV_MAX_ROTATED, KV_PIECE
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM, KV_MAX_ROTATED, KV_PIECE
 from kvfast.core.scratch cimport give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe
 
+from kvfast.core.interchange import as_array
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 cdef enum:
@@ -36,6 +37,37 @@ ctypedef struct kv_write:
     Py_ssize_t range_tokens    # a multiple of block_size
     int *bad                   # set when a value cannot be stored
     kv_watch *watch            # or NULL
+
+
+cdef bint split_latent(const kv_layout *layout, kv_rows *rows, kv_rows *rope) noexcept nogil:
+    """Split latent rows from their rotary part, which may be empty; False for rows of another width."""
+    if rows.dim != layout.k.head_dim + layout.v.head_dim:
+        return False
+    rope[0] = rows[0]
+    rows.dim, rope.dim = layout.k.head_dim, layout.v.head_dim
+    if rope.data != NULL:
+        rope.data += rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
+    return True
+
+
+cdef tuple open_tokens(const kv_layout *layout, object k, object v):
+    """The Rows of keys and values. Latent rows come whole in `k`, of shape (tokens, latent_dim + rope_dim), and give those of their two
+    parts, of which the second may be empty."""
+    cdef Rows keys, values
+    if not layout.latent:
+        if v is None:
+            raise TypeError("v must be an array of float32, float16 or bfloat16, got None")
+        return open_rows(k, "k"), open_rows(v, "v")
+    if v is not None:
+        return k, v  # Rows that are split already
+    rows = as_array(k, "latent")
+    if rows.ndim != 2 or rows.shape[1] != layout.k.head_dim + layout.v.head_dim or len(rows) == 0:
+        raise DimensionMismatchError(f"latent must have shape (num_tokens, {layout.k.head_dim} + {layout.v.head_dim}) and at least one "
+                                     f"token, got {rows.shape}")
+    keys, values = open_rows(rows[:, None], "latent", False, KV_MAX_HEAD_DIM + KV_MAX_ROPE_DIM), Rows.__new__(Rows)
+    values.owner = keys  # whose memory it is
+    split_latent(layout, &keys.rows, &values.rows)
+    return keys, values
 
 
 cdef bint is_identity(const kv_rotary *rotary) noexcept nogil:

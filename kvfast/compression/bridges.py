@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvfast.caches.mla import LatentSequence
+from kvfast.caches.mla import MLAKVCache
 from kvfast.caches.multi_head import MultiHeadKVCache
 from kvfast.caches.paged import PagedKVCache
 from kvfast.caches.paged_mla import PagedMLAKVCache
-from kvfast.caches.sequence_cache import SequenceCache
-from kvfast.caches.stored_sequence import storage_in
+from kvfast.caches.sequence_cache import SequenceCache, storage_in
 from kvfast.errors import DimensionMismatchError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class CacheBridges:
         """
         _check_kind(cache)
         k, v = (np.ascontiguousarray(one.swapaxes(0, 1)) for one in self.decompress_kv_3d(compressed))
-        if isinstance(cache, LatentSequence):
+        if isinstance(cache, MLAKVCache):
             cache.append(layer, _latent_rows(cache, k, v))
             return
         heads, dim = k.shape[1:]
@@ -81,7 +80,7 @@ class CacheBridges:
 
 
 def _check_kind(cache):
-    if not isinstance(cache, (SequenceCache, LatentSequence, MultiHeadKVCache)):
+    if not isinstance(cache, (SequenceCache, MultiHeadKVCache)):
         needed = "a sequence of the pool" if isinstance(cache, (PagedKVCache, PagedMLAKVCache)) else "a cache of one sequence"
         raise TypeError(f"cache must be {needed}, got {type(cache).__name__}")
 
@@ -92,7 +91,7 @@ def _rows_of(cache, layer):
     if isinstance(cache, MultiHeadKVCache):
         storage_in(cache).shape(layer)  # IndexError for another than 0
         return cache.k(), cache.v()
-    if isinstance(cache, LatentSequence):
+    if isinstance(cache, MLAKVCache):
         rows = cache.get_latent(layer)[:, None]
         return _filled(rows[..., : cache.latent_dim], _width(cache)), _filled(rows[..., cache.latent_dim :], _width(cache))
     return cache.k(layer), cache.v(layer)

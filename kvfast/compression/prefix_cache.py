@@ -10,7 +10,7 @@ import numpy as np
 from kvfast.attention.dense import merge_states
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.paged_sequence import Sequence
-from kvfast.caches.stored_sequence import storage_in
+from kvfast.caches.sequence_cache import storage_in
 from kvfast.compression.compressed import CompressedKV, check_out
 from kvfast.compression.compressor import KVCacheCompressor
 from kvfast.core.checks import check_flag, check_size, checked_list

@@ -39,6 +39,5 @@ cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py
                                 const int64_t *slots=*) noexcept nogil
 cdef int check_finite(Rows array, str name, float limit, str limit_of, const int64_t *slots=*) except -1
 cdef Rows zero_unstorable(Rows array, float limit)
-cdef tuple open_pair(object k, object v, bint latent)
 cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil
 cdef int check_apart(const kv_rows *out, const kv_rows *given, str name) except -1

@@ -203,19 +203,6 @@ cdef Rows zero_unstorable(Rows array, float limit):
     return open_rows(copy, "array")
 
 
-cdef tuple open_pair(object k, object v, bint latent):
-    """The Rows of keys and values, or of latents and their rotary part. With v None the second has no elements."""
-    cdef Rows keys = open_rows(k, "latent" if latent else "k"), values
-    if v is not None:
-        return keys, open_rows(v, "latent" if latent else "v")
-    if not latent:
-        raise TypeError("v must be an array of float32, float16 or bfloat16, got None")
-    values = Rows.__new__(Rows)
-    values.rows = keys.rows
-    values.rows.dim = 0
-    return keys, values
-
-
 cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil:
     """Whether the memory ranges of two arrays overlap."""
     cdef char *a_low = a.data

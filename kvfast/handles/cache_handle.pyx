@@ -18,7 +18,7 @@ from kvfast.storage.sequences.sequence cimport describe, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.caches.snapshot import Snapshot
-from kvfast.caches.stored_sequence import StoredSequence, storage_in
+from kvfast.caches.sequence_cache import SequenceCache, storage_in
 
 cdef enum:
     FEW_TOKENS = 64        # the most tokens that are appended without the interpreter, which looks for Ctrl-C
@@ -27,7 +27,7 @@ cdef enum:
 cdef class CacheHandle(Handle):
     def __cinit__(self, cache):
         cdef Py_ssize_t i
-        if not isinstance(cache, StoredSequence):
+        if not isinstance(cache, SequenceCache):
             raise TypeError(f"cache must be a KVCache, RingKVCache, MLAKVCache or Sequence, got {type(cache).__name__}")
         if getattr(cache, "_rope", None) is not None:
             raise ValueError("the C interface needs rope=None, got a ring with a rope, which rotates queries and keys itself")

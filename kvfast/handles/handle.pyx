@@ -5,11 +5,11 @@ from libc.string cimport memset
 
 from kvfast.attention.plan cimport close_plan, kv_plan, kv_prefix, open_plan, plan_of
 from kvfast.attention.refusals cimport VALUE, refuse
-from kvfast.attention.request cimport (Request, default_scale, fits, has_finite_queries, kv_request, raise_refusal, split_latent,
-                                       split_queries)
+from kvfast.attention.request cimport Request, default_scale, fits, has_finite_queries, kv_request, raise_refusal, split_queries
 from kvfast.attention.run cimport LOGS, end_run, run
 from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_layout
+from kvfast.codec.encode cimport split_latent
 from kvfast.core.arrays cimport Rows, kv_rows, rows_overlap
 from kvfast.core.checks cimport check_layer
 from kvfast.core.kernels cimport UNSET

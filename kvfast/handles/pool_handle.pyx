@@ -26,7 +26,7 @@ from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 
 from kvfast.caches.paged_sequence import advance_all
-from kvfast.caches.paged_storage import PagedStorage, batches_in
+from kvfast.caches.pool import Pool, batches_in
 from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError
 
@@ -43,7 +43,7 @@ cdef inline Py_ssize_t _start(const kvfast_batch *batch, Py_ssize_t i) noexcept 
 
 cdef class PoolHandle(Handle):
     def __cinit__(self, pool):
-        if not isinstance(pool, PagedStorage):
+        if not isinstance(pool, Pool):
             raise TypeError(f"pool must be a PagedKVCache or PagedMLAKVCache, got {type(pool).__name__}: open() is for other caches")
         self.cache, self.batches = pool, batches_in(pool)
         self.pool = self.batches.pool

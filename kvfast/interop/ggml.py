@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvfast.caches.stored_sequence import storage_in
+from kvfast.caches.sequence_cache import storage_in
 from kvfast.core.interchange import aligned, as_array, as_float32
 from kvfast.core.text import shown
 from kvfast.errors import CorruptFileError, DimensionMismatchError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfast.caches.stored_sequence import salt_of, settings_of, storage_in
+from kvfast.caches.sequence_cache import salt_of, settings_of, storage_in
 from kvfast.codec.formats import block_size_of
 from kvfast.core.checks import checked_salt
 from kvfast.core.text import shown
@@ -25,7 +25,7 @@ class Prompt:
 
     Parameters
     ----------
-    cache : StoredSequence
+    cache : SequenceCache
     token_ids : ndarray of int64
     model : str
     salt : bytes or None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from kvfast.caches.stored_sequence import StoredSequence, know_tokens, storage_in
+from kvfast.caches.sequence_cache import SequenceCache, know_tokens, storage_in
 from kvfast.core.checks import check_flag, check_positive, check_size, checked_token_ids
 from kvfast.errors import CacheFullError
 from kvfast.files import chunk_bytes
@@ -342,6 +342,6 @@ class PromptCache:
 
 
 def _checked_cache(cache):
-    if not isinstance(cache, StoredSequence):
+    if not isinstance(cache, SequenceCache):
         raise TypeError(f"cache must be a KVCache, RingKVCache, MLAKVCache or Sequence, got {type(cache).__name__}")
     return cache

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from kvfast.caches.sequence_cache import know_tokens, storage_in
 from kvfast.caches.snapshot import Snapshot
-from kvfast.caches.stored_sequence import know_tokens, storage_in
 from kvfast.files import chunk_bytes
 from kvfast.prompts.chain import common_length, key_of
 from kvfast.prompts.envelope import HEADER_BYTES

@@ -154,4 +154,7 @@ def decoded(settings, storage, layer):
 
 def append_decoded(settings, storage, layer, k, v):
     """Append what `decoded` returned for other settings, from the first token on."""
-    storage.append(layer, _turned(settings, k, np.arange(len(k)), 1), v if v.size else None)
+    if settings["kind"] == "latent":
+        storage.append(layer, np.concatenate((k, v), axis=2)[:, 0], None)
+    else:
+        storage.append(layer, _turned(settings, k, np.arange(len(k)), 1), v)

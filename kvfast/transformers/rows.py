@@ -8,7 +8,7 @@ import torch
 
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.ring import RingKVCache
-from kvfast.caches.stored_sequence import storage_in
+from kvfast.caches.sequence_cache import storage_in
 from kvfast.core.interchange import as_array
 
 EVERYTHING = slice(None)

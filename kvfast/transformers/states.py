@@ -12,7 +12,7 @@ import torch
 from ml_dtypes import bfloat16
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvfast.caches.stored_sequence import storage_in
+from kvfast.caches.sequence_cache import storage_in
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import IncompatibleSnapshotError, MissingCheckpointError
 from kvfast.transformers.layers import StoredLayer

@@ -171,10 +171,10 @@ def test_what_fails_after_sealing_leaves_a_batch_as_it_was(c, rng, monkeypatch):
         one.append(0, rows, rows)
     handle, sequences = c.Pool(pool), [c.Sequence.of(a), c.Sequence.of(b)]
     taken = []
-    monkeypatch.setattr(type(b), "_take_ids", lambda self, before, token_ids: taken.append(self) or 1 / 0)
+    monkeypatch.setattr(type(b._ids), "add", lambda self, before, token_ids: taken.append(self) or 1 / 0)
     with pytest.raises(ValueError, match="-8: division by zero"):
         handle.advance(sequences, (0, 200, 400))
-    assert taken == [a] and len(a) == len(b) == 0
+    assert taken == [a._ids] and len(a) == len(b) == 0
     monkeypatch.undo()
     handle.advance(sequences, (0, 200, 400))
     other.advance(200)

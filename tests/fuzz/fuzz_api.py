@@ -40,9 +40,9 @@ from hostile_values import Misfit, hostile, is_finite
 
 import kvfast
 from kvfast.caches.multi_head import MultiHeadConfig
-from kvfast.caches.paged_sequence import PagedSequence
-from kvfast.caches.paged_storage import PagedStorage
-from kvfast.caches.stored_sequence import StoredSequence
+from kvfast.caches.paged_sequence import Sequence
+from kvfast.caches.pool import Pool
+from kvfast.caches.sequence_cache import SequenceCache
 
 CALLS = 300  # of an episode
 SECONDS = 120  # for an episode
@@ -155,7 +155,7 @@ def decoded(cache, layer):
 
 def state(one):
     """Lengths and stored bytes of a cache, to be compared."""
-    if isinstance(one, StoredSequence):
+    if isinstance(one, SequenceCache):
         if one._storage.closed:
             return "freed"
         shown = [decoded(one, layer) for layer in range(one.num_layers)]
@@ -165,7 +165,7 @@ def state(one):
         if isinstance(one, kvfast.Snapshot) and one._storage.is_spliced:
             return [array.tobytes() for side in one.to_arrays() for array in side]
         return {name: array.tobytes() for name, array in one.state_dict().items()}
-    if isinstance(one, PagedStorage):
+    if isinstance(one, Pool):
         pool = one._batches.pool
         if not one._batches.is_external:
             return one.num_sequences, one.num_free_blocks, one.num_cached_blocks, one._batches.owners().tolist()
@@ -225,8 +225,8 @@ def perform(world, name, function, owner, outcomes, log):
             given = {one: world.hostile(None) for one, optional in parameters(function).items() if not optional}
     log.append((name, given))
     involved = [one for one in (target, *given.values()) if state_of(one)]
-    involved += [one.pool for one in involved if isinstance(one, PagedSequence)]
-    involved += [one for one in world.objects if isinstance(one, PagedSequence) and one.pool in involved]
+    involved += [one.pool for one in involved if isinstance(one, Sequence)]
+    involved += [one for one in world.objects if isinstance(one, Sequence) and one.pool in involved]
     watched = involved if method in WRITING or rng.random() < 0.02 else []
     before = [state(one) for one in watched]
     try:
@@ -274,7 +274,7 @@ def perform(world, name, function, owner, outcomes, log):
 
 def state_of(one):
     return isinstance(
-        one, StoredSequence | PagedStorage | kvfast.Snapshot | kvfast.CompressedKV | kvfast.MultiHeadKVCache | kvfast.PrefixKVCache
+        one, SequenceCache | Pool | kvfast.Snapshot | kvfast.CompressedKV | kvfast.MultiHeadKVCache | kvfast.PrefixKVCache
     )
 
 

@@ -556,7 +556,7 @@ ARRAYS = {
     "weights",
 }
 NUMBERS = {("MLAKVCache.top_k", "k"), ("MLASequence.top_k", "k"), ("PagedMLAKVCache.top_k_batch", "k")}  # of the same names
-UNTRIED = {"Sequence.from_state_dict", "MLASequence.from_state_dict"}
+UNTRIED = {"Sequence.from_state_dict", "MLASequence.from_state_dict", "MLAKVCache.write", "MLASequence.write"}  # which refuse
 # Arrays that may be bfloat16: rows of tokens, and other arrays that models keep.
 ROWS = ARRAYS - INTEGERS - {"codes", "scales", "out", "lse_a", "lse_b", "arrays", "frequencies"} | {"rows"}
 

@@ -323,7 +323,7 @@ def test_what_a_sequence_knows_of_its_tokens_changes_with_them(rng):
         "match": lambda: pool.match_prefix(range(65)),
     }
     meanwhile = Meanwhile(calls)
-    sequence._storage.advance(64, lambda before: sequence._take_ids(before, MeetingIds(list(range(64)), meanwhile)))
+    sequence._storage.advance(64, lambda before: sequence._ids.add(before, MeetingIds(list(range(64)), meanwhile)))
     assert {name for name, outcome in meanwhile.outcomes.items() if "another thread" not in outcome} == set()
     assert meanwhile.outcomes.keys() == calls.keys() and len(sequence) == 64
     with pool.match_prefix(range(65)) as found:
@@ -350,7 +350,7 @@ def test_ids_that_an_interrupted_call_left_behind_are_not_believed(rng, monkeypa
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(type(sequence), "_set_ids", interrupted)
+        monkeypatch.setattr(type(sequence._ids), "set", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sequence.restore(snapshot)
     assert sequence.snapshot().token_ids is None

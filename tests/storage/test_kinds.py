@@ -8,7 +8,7 @@ import pytest
 import kvfast
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.caches.multi_head import MultiHeadConfig
-from kvfast.caches.stored_sequence import settings_of, storage_in
+from kvfast.caches.sequence_cache import settings_of, storage_in
 from kvfast.files.state import json_of
 from kvfast.storage.kinds import BLOCK_SIZE, decoded, storage_of
 from kvfast.storage.settings import checked_settings

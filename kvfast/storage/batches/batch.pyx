@@ -13,9 +13,9 @@ from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_r
 from kvfast.attention.run cimport answer
 from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_context, kv_layout
-from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, storable, write_rows
+from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, open_tokens, storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
-from kvfast.core.arrays cimport Rows, open_pair, open_rows
+from kvfast.core.arrays cimport Rows, open_rows
 from kvfast.core.checks cimport check_flag, check_integers, check_layer
 from kvfast.core.kernels cimport parse_precision
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch, checked_starts, prepare
@@ -358,10 +358,11 @@ cdef class PagedBatches:
     def append_batch(self, layer, k, v, slot_mapping, zero_nonfinite=False):
         cdef bint zeroes = check_flag(zero_nonfinite, "zero_nonfinite")
         cdef Rows keys, values
-        keys, values = open_pair(k, v, self.pool.rope_dim is not None)
+        keys, values = open_tokens(self.pool.layouts, k, v)
         self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None, zeroes)
 
     def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
+        """Store the keys and values of a fused projection; returns its queries."""
         cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim,
                                                 self.pool.v_head_dim)
         of_q.fit(parts.heads.rows.tokens, 0)

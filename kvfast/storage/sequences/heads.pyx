@@ -16,7 +16,7 @@ from kvfast.attention.sight cimport kv_member
 from kvfast.attention.tasks cimport kv_own
 from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, change_key_basis, k_offset_of, kv_slab, kv_context, kv_layout
 from kvfast.codec.decode cimport decode_tokens
-from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
+from kvfast.core.arrays cimport Rows, kv_rows, open_rows
 from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport active, kv_ahead, kv_kernels, kv_scratch, kv_side, kv_tile
@@ -183,7 +183,7 @@ def push(SequenceStorage storage, k, v):
     """Append tokens, and count them as complete."""
     cdef RingTable table = storage.tables[0]
     cdef Rows keys, values
-    keys, values = open_pair(k, v, False)
+    keys, values = open_rows(k, "k"), open_rows(v, "v")
     storage._enter()
     try:
         table.append(0, keys, values, NULL)

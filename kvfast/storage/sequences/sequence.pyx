@@ -12,8 +12,9 @@ from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_r
 from kvfast.attention.run cimport answer
 from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_context, kv_layout, view_of
+from kvfast.codec.encode cimport open_tokens
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
-from kvfast.core.arrays cimport Rows, open_pair, open_rows
+from kvfast.core.arrays cimport Rows, open_rows
 from kvfast.core.checks cimport as_integer, check_count, check_layer
 from kvfast.core.kernels cimport KV_FLOAT32, kv_side, parse_precision
 from kvfast.storage.memory.pool cimport BlockPool
@@ -137,10 +138,11 @@ cdef class SequenceStorage:
         return 0
 
     def append(self, index, k, v, Transform transform=None):
+        """Append keys and values, or latent rows in `k` alone; see `open_tokens`."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
         cdef Rows keys, values
-        keys, values = open_pair(k, v, table.pool.rope_dim is not None)
+        keys, values = open_tokens(table.pool.layouts + layer, k, v)
         self._enter()
         try:
             self._check_room(index, table.lengths[layer] + self.base, keys.rows.tokens)
@@ -205,6 +207,7 @@ cdef class SequenceStorage:
         return 0
 
     def top_k(self, index, q, weights, k, num_threads):
+        """The best positions of an indexer, whose keys are the rows of a layer."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
         cdef kv_context context

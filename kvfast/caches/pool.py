@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from kvfast.caches.paged_sequence import PagedSequence
+from kvfast.caches.paged_sequence import Sequence
+from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_flag, check_positive, check_size, checked_lengths, checked_list, checked_salt, checked_token_ids
 from kvfast.core.kernels import default_precision
 from kvfast.core.limits import MAX_TOKENS
@@ -19,7 +20,10 @@ from kvfast.storage.settings import with_states
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Unpack
 
+    from kvfast.attention.explained import AttendPlan
+    from kvfast.attention.options import AttendOptions
     from kvfast.caches.snapshot import Snapshot
 
 
@@ -28,12 +32,12 @@ def batches_in(pool):
     return pool._batches
 
 
-class PagedStorage:
-    """Sequences, their tables and slots, and known prefixes."""
+class Pool(StorageProperties):
+    """A pool of blocks: its sequences, their tables and slots, batches over them, and known prefixes."""
 
     is_paged = True
 
-    _sequence = PagedSequence  # class of its sequences
+    _sequence = Sequence  # class of its sequences
 
     def __init__(self, settings, num_blocks, block_size, secure, buffer, max_state_bytes):
         if buffer is not None and secure:
@@ -332,6 +336,87 @@ class PagedStorage:
         """
         self._batches.take_blocks(block_ids, first_float_rows)
 
+    def attend_batch(
+        self,
+        layer: int,
+        q: ArrayLike,
+        sequences: Any = None,
+        *,
+        block_table: ArrayLike | None = None,
+        seq_lens: ArrayLike | None = None,
+        cu_seqlens_q: ArrayLike | None = None,
+        cascade: bool = True,
+        **options: Unpack[AttendOptions],
+    ) -> Any:
+        """Attention of a ragged batch, prompts and single tokens mixed.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
+            Queries of the last tokens of each sequence, sequence after sequence.
+        sequences : list of Sequence, or PreparedBatch
+            Each is read with the tokens that this layer holds. Instead, pass `block_table` and `seq_lens`, or what
+            `prepare_batch` has made of them.
+        block_table : integers of shape (num_sequences, max_blocks)
+        seq_lens : integers of shape (num_sequences,)
+            Plain block tables, and the tokens in them including those of `q`. In a pool with a window, only the blocks of
+            the sinks and of the tokens that the queries see have to be present.
+        cu_seqlens_q : integers of shape (num_sequences + 1,), optional
+            Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; by default one query each.
+        cascade : bool
+            Read blocks that several sequences share only once (from 256 shared tokens on, and not with a sliding
+            window or chunks). The result differs by rounding. With a multiple of 16 query heads, latent rows gain nothing from it, and
+            each sequence is read separately.
+        **options
+            As in `KVCache.attend`. `chosen` has the positions of all queries of `q`, each within its own sequence. In a pool with a
+            window, the window and sinks of the pool are the defaults and the largest values allowed.
+        spans, parents : list with one entry per sequence, optional
+            As in `KVCache.attend`, or None for a sequence without them.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32, or `out`
+            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
+            blocks, the result has the same bits as `Sequence.attend` of each sequence alone.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
+        """
+        batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
+        return self._batches.attend_batch(layer, q, *batch, options, cascade)
+
+    def explain_batch(
+        self,
+        layer: int,
+        q: Any,
+        sequences: Any = None,
+        *,
+        block_table: ArrayLike | None = None,
+        seq_lens: ArrayLike | None = None,
+        cu_seqlens_q: ArrayLike | None = None,
+        cascade: bool = True,
+        num_q_heads: int | None = None,
+        dtype: Any = "float32",
+        **options: Unpack[AttendOptions],
+    ) -> AttendPlan:
+        """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
+
+        Parameters
+        ----------
+        layer, q, num_q_heads, dtype
+            As in `KVCache.explain`.
+        sequences, block_table, seq_lens, cu_seqlens_q, cascade, **options
+            As in `attend_batch`.
+
+        Returns
+        -------
+        AttendPlan
+        """
+        batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
+        return self._batches.explain_batch(layer, q, num_q_heads, dtype, *batch, options, cascade)
+
     def _batch(self, sequences, block_table, seq_lens, cu_seqlens_q):
         """Block tables of sequences, or the given tables and lengths of another scheduler, or a PreparedBatch."""
         if type(sequences) is PreparedBatch:
@@ -366,11 +451,11 @@ class PagedStorage:
             prompts.save_chunks(sequence, token_ids, model, salt=salt, uncounted="drop")  # a step that broke off
 
     def _own(self, sequences):
-        if isinstance(sequences, PagedSequence):
+        if isinstance(sequences, Sequence):
             raise TypeError(f"sequences must be a list, got one {type(sequences).__name__}")
         sequences = checked_list(sequences, "sequences", "sequences of this pool")
         for sequence in sequences:
-            if not isinstance(sequence, PagedSequence) or sequence._pool is not self:
+            if not isinstance(sequence, Sequence) or sequence._pool is not self:
                 raise ValueError(f"{shown(sequence)} is not a sequence of this pool")
             sequence._check_open()
         return sequences

@@ -25,6 +25,7 @@ from kvfast.core.limits cimport KV_PIECE
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.memory.block_memory cimport BlockMemory
 from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.tables.token_states cimport coded_at
 
 cdef enum:
     CODES                      # its tokens have codes alone, but for the first tokens of a sequence and those of a patch
@@ -378,7 +379,7 @@ cdef class SchedulerBlocks:
         cdef Py_ssize_t size = self.pool.block_size, i, index, begin, codes, open_tokens = self.pool.rules[rule]
         cdef uint8_t *state = self._state_of(rule)
         for i in range(batch.num_sequences):
-            begin, codes = (_tokens_before(batch, i) - open_tokens) // size, batch.lens[i] // size
+            begin, codes = coded_at(_tokens_before(batch, i), open_tokens, size) // size, batch.lens[i] // size
             begin = max(begin, <Py_ssize_t>going_on[i][0])
             for index in range((batch.lens[i] + size - 1) // size - 1, -1, -1):
                 if state[batch.table[i, index]] == OPEN:

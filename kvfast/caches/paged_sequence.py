@@ -97,10 +97,6 @@ class Sequence(SequenceCache):
             token_ids = checked_token_ids(token_ids, check_size(n, "n", 1))
         self._storage.advance(n, lambda before: self._ids.add(before, token_ids))
 
-    def clear(self) -> None:
-        """Drop all tokens and release their blocks."""
-        self.truncate(0)
-
     def fork(self) -> Self:
         """Another sequence with the same tokens, counted or not. No block is copied until one of the two writes to it.
 

@@ -552,8 +552,8 @@ class SequenceCache(StorageProperties):
         return None if self._storage.checkpoints is None else self._storage.checkpoints.max_bytes
 
     def clear(self) -> None:
-        """Drop all tokens; the memory is kept for new ones, except what a prompt took in a ring."""
-        self._storage.truncate(0)
+        """Drop all tokens. Their memory is kept for new ones, except what a prompt took in a ring; a sequence gives its blocks back."""
+        self.truncate(0)
 
     def copy(self) -> Self:
         """An independent deep copy, with all tokens, counted or not."""

@@ -45,7 +45,7 @@ cdef list _row(PreparedBatch batch, Py_ssize_t i, Py_ssize_t begin, Py_ssize_t e
 
 
 cdef class SchedulerBlocks:
-    """The life of the tokens of blocks that another scheduler gives out; see `TokenStates` for sequences of the pool's own."""
+    """Which blocks that another scheduler gives out are open or sealed, and who reads their float rows; see `FloatRows`."""
 
     def __cinit__(self, BlockPool pool):
         self.pool = pool

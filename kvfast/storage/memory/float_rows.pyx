@@ -25,10 +25,14 @@ cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py
 
 
 cdef class FloatRows:
-    """The pieces of float rows of a pool's blocks. Pieces are blocks of a BlockMemory of their own.
+    """The life of a pool's blocks, and the pieces of their float rows, which are blocks of a BlockMemory of their own.
 
-    If blocks are sealed, all new tokens get float rows and lose them when no query reads them any more. Otherwise only the first
-    tokens of a sequence get float rows, and keep them.
+    If blocks are sealed, all new tokens get float rows (`open`). A full block gets codes, too (`seal`), and loses the rows when no
+    query reads them any more (`release_sealed`). Tokens can be appended to what is left of it when it has rows again (`restore`). A
+    block is patched if its new tokens do not fit its statistics: these keep their rows. `TokenStates` knows which tokens of a
+    sequence are how far, and `SchedulerBlocks` knows it of blocks whose sequences it is not told.
+
+    If blocks are not sealed, only the first tokens of a sequence get float rows, and keep them.
     """
 
     def __dealloc__(self):

@@ -15,7 +15,7 @@ cdef Py_ssize_t coded_at(Py_ssize_t length, Py_ssize_t open_tokens, Py_ssize_t b
 
 
 cdef class TokenStates:
-    """The life of a sequence's tokens: float rows in an open block, then codes in a sealed one, which may be cut and opened again."""
+    """From which token on the layers of a sequence read float rows; see `FloatRows` for the life of a block."""
 
     def __cinit__(self, BlockMap map):
         self.map, self.pool = map, map.pool

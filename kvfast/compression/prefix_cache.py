@@ -9,6 +9,7 @@ import numpy as np
 
 from kvfast.attention.dense import merge_states
 from kvfast.caches.contiguous import KVCache
+from kvfast.caches.mla import MLAKVCache
 from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.sequence_cache import storage_in
 from kvfast.compression.compressed import CompressedKV, check_out
@@ -105,7 +106,7 @@ class PrefixKVCache:
         ValueError
             If the cache is empty or layers hold tokens that were never counted, or where `KVCacheCompressor.compress_kv` raises it.
         """
-        if not isinstance(cache, (KVCache, Sequence)):
+        if not isinstance(cache, (KVCache, Sequence)) or isinstance(cache, MLAKVCache):  # as a sequence of latent rows is
             raise TypeError(f"cache must be a KVCache or a Sequence, got {type(cache).__name__}")
         if not isinstance(compressor, KVCacheCompressor):
             raise TypeError(f"compressor must be a KVCacheCompressor, got {type(compressor).__name__}")

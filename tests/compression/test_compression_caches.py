@@ -151,6 +151,8 @@ def test_bad_prefixes(rng):
         PrefixKVCache.compress(kvfast.KVCache(1, 3, 32), COMPRESSOR)
     with pytest.raises(TypeError, match="KVCache or a Sequence, got RingKVCache"):
         PrefixKVCache.compress(kvfast.RingKVCache(1, 3, 32, sliding_window=32), COMPRESSOR)
+    with pytest.raises(TypeError, match="KVCache or a Sequence, got MLASequence"):
+        PrefixKVCache.compress(kvfast.PagedMLAKVCache(1, 32, 8, num_blocks=4).new_sequence(), COMPRESSOR)
     with pytest.raises(TypeError, match="must be a KVCacheCompressor, got str"):
         PrefixKVCache.compress(kvfast.KVCache(1, 3, 32), "hybrid")
     both = PrefixKVCache([one], max_seq_len=101)

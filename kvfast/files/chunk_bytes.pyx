@@ -161,13 +161,10 @@ def first_float_rows(SequenceStorage storage, bint copies):
 def first_floats_nbytes(SequenceStorage storage):
     """Bytes of `first_float_rows`."""
     cdef BlockTable table
-    cdef Py_ssize_t layer
-    cdef kv_layout *layout
     total = 0
-    for table, layer in storage.layer_tables:
-        layout = table.pool.layouts + layer
-        if keeps_all(table) and table.pool.has_sinks and layout.floats != NULL:
-            total += (layout.floats.k.bytes + layout.floats.v.bytes) * table.pool.num_kv_heads
+    for table in storage.tables:
+        if keeps_all(table) and table.pool.has_sinks:
+            total += table.pool.floats.first_nbytes()
     return total
 
 

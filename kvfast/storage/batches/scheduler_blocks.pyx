@@ -23,7 +23,6 @@ from libc.string cimport memset
 
 from kvfast.core.limits cimport KV_PIECE
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
-from kvfast.storage.memory.block_memory cimport BlockMemory
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.tables.token_states cimport coded_at
 
@@ -166,11 +165,7 @@ cdef class SchedulerBlocks:
 
     cdef Py_ssize_t first_rows_nbytes(self) except -1:
         """Bytes of `first_rows`; 0 in a pool whose sequences keep none."""
-        cdef BlockMemory pieces = self.pool.floats.pieces
-        if not self.pool.has_sinks:
-            return 0
-        return sum([(pieces.layouts[i].k.bytes + pieces.layouts[i].v.bytes) * pieces.num_kv_heads for i in range(self.pool.num_layers)
-                    if self.pool.layouts[i].floats != NULL])
+        return self.pool.floats.first_nbytes()
 
     cdef list _first_rows(self, int32_t block, bint copies):
         return sum([self.pool.floats.first_rows(block, layer, copies) for layer in range(self.pool.num_layers)], [])

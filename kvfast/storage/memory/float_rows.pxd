@@ -41,6 +41,7 @@ cdef class FloatRows:
     cdef void give(self, int32_t source, int32_t target) noexcept
     cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept
     cdef list first_rows(self, int32_t block, Py_ssize_t layer, bint copies)
+    cdef Py_ssize_t first_nbytes(self) noexcept
     cdef Py_ssize_t num_pieces(self, int32_t block) noexcept
 
 

@@ -256,6 +256,14 @@ cdef class FloatRows:
                 result.append(piece)
         return result
 
+    cdef Py_ssize_t first_nbytes(self) noexcept:
+        """Bytes of `first_rows` of all layers."""
+        cdef Py_ssize_t i, total = 0
+        for i in range(self.num_layers if self.has_sinks else 0):
+            if self.layouts[i].floats != NULL:
+                total += (self.layouts[i].floats.k.bytes + self.layouts[i].floats.v.bytes) * self.pieces.num_kv_heads
+        return total
+
     cdef Py_ssize_t num_pieces(self, int32_t block) noexcept:
         """Number of pieces of a block."""
         cdef Py_ssize_t i, count = 0

@@ -1,12 +1,12 @@
 """A `kvfast_pool`."""
 from libc.stdint cimport int64_t
 
+from kvfast.attention.cascade cimport kv_prefixes
 from kvfast.attention.sight cimport kv_member
 from kvfast.core.arrays cimport kv_rows
 from kvfast.handles.handle cimport Handle, kv_c_call
 from kvfast.handles.header cimport kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
 from kvfast.storage.batches.batch cimport PagedBatches
-from kvfast.attention.cascade cimport kv_prefixes
 
 
 # Why a batch is refused.

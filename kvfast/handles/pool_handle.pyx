@@ -7,6 +7,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free, malloc, qsort
 from libc.string cimport memcpy
 
+from kvfast.attention.cascade cimport (find_prefixes, free_prefixes, gains_nothing, kv_prefixes, set_shareable, share_nothing)
 from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_layout
 from kvfast.codec.encode cimport WRITTEN, check_rows, check_storable, encode_rows, work_of
@@ -17,7 +18,6 @@ from kvfast.handles.arguments cimport ids_of
 from kvfast.handles.cache_handle cimport CacheHandle, pointer_to
 from kvfast.handles.handle cimport Handle, add_tokens, kv_c_call, next_slots
 from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
-from kvfast.attention.cascade cimport (find_prefixes, free_prefixes, gains_nothing, kv_prefixes, set_shareable, share_nothing)
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.memory.buffer_layers cimport clean_slots
 from kvfast.storage.sequences.segments cimport close_members

@@ -1,8 +1,8 @@
 """A scheduler's tables for one step, checked once for all layers."""
 from libc.stdint cimport int32_t
 
-from kvfast.attention.sight cimport kv_member
 from kvfast.attention.cascade cimport kv_prefixes
+from kvfast.attention.sight cimport kv_member
 from kvfast.storage.memory.pool cimport BlockPool
 
 

@@ -6,9 +6,9 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
+from kvfast.attention.cascade cimport MAX_SHARED_QUERIES, find_prefixes, free_prefixes, kv_prefixes
 from kvfast.attention.sight cimport kv_member
 from kvfast.core.checks cimport check_integers, rises
-from kvfast.attention.cascade cimport MAX_SHARED_QUERIES, find_prefixes, free_prefixes, kv_prefixes
 from kvfast.storage.memory.pool cimport BlockPool
 
 from kvfast.core.checks import check_size

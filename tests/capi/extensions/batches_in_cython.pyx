@@ -267,20 +267,3 @@ cdef capi.kvfast_rows _given(array):
 cdef capi.kvfast_rows _rows(float[:, :, :] array) noexcept:
     return capi.kvfast_rows(data=&array[0, 0, 0], num_tokens=array.shape[0], num_heads=array.shape[1], dim=array.shape[2],
                             token_stride=array.strides[0], head_stride=array.strides[1], dtype=capi.KVFAST_FLOAT32)
-
-
-def without_a_pool():
-    """Codes and texts of calls for NULL."""
-    cdef capi.kvfast_cache *cache = NULL
-    cdef capi.kvfast_snapshot *taken = NULL
-    capi.close(NULL)
-    capi.close_batches(NULL)
-    capi.close_snapshot(NULL)
-    codes = [
-        capi.new_sequence(NULL, &cache), capi.num_free_blocks(NULL), capi.append_batch(NULL, 0, NULL, NULL, NULL),
-        capi.attend_batch(NULL, 0, NULL, NULL, NULL, NULL), capi.fork(NULL, &cache), capi.snapshot(NULL, &taken),
-        capi.restore(NULL, NULL), capi.keep_branch(NULL, 0, NULL, 0), capi.free_sequence(NULL), capi.save(NULL, b"file"),
-        capi.load(NULL, b"file"), capi.advance_ids(NULL, NULL, 0), capi.match_prefix(NULL, NULL, 0, NULL, 0, &cache),
-        capi.advance_batch(NULL, NULL, NULL),
-    ]
-    return codes, capi.pool_error(NULL).decode()

@@ -81,68 +81,6 @@ done:
     return result;
 }
 
-/* misuse(cache) of 2 layers, 2 KV heads of 16 and max_seq_len 4 -> list of (code, text) */
-static PyObject *misuse(PyObject *self, PyObject *python_cache) {
-    static float data[8 * 4 * 16], target[8 * 4 * 16];
-    static float nan[1 * 2 * 16];
-    kvfast_rows one = {data, 1, 2, 16}, five = {data, 5, 2, 16}, narrow = {data, 1, 2, 8}, three = {data, 1, 3, 16}, none = {NULL, 1, 2, 16};
-    kvfast_rows out = {target, 1, 2, 16}, odd = {(char *)data + 2, 1, 2, 16}, strange = {data, 1, 2, 16, 0, 0, 9}, empty = {data, 0, 2, 16};
-    kvfast_rows invalid = {nan, 1, 2, 16}, two = {data, 2, 2, 16}, two_out = {target, 2, 2, 16};
-    kvfast_options window = {.sliding_window = -1}, threads = {.num_threads = -3};
-    kvfast_cache *cache = kvfast->open(python_cache);
-    PyObject *result = PyList_New(0);
-    (void)self;
-    if (cache == NULL || result == NULL)
-        return NULL;
-    nan[3] = Py_NAN;
-#define TRY(CALL)                                                                          \
-    do {                                                                                   \
-        int code_ = (int)(CALL);                                                           \
-        PyObject *pair_ = Py_BuildValue("is", code_, kvfast->error(cache));                \
-        if (pair_ == NULL || PyList_Append(result, pair_))                                 \
-            return NULL;                                                                   \
-        Py_DECREF(pair_);                                                                  \
-    } while (0)
-    TRY(kvfast->layer_length(cache, -1)); /* before any other call has failed */
-    TRY(kvfast->attend(cache, 0, &one, NULL, &out)); /* nothing to attend to */
-    TRY(kvfast->append(cache, 0, &one, &narrow));
-    TRY(kvfast->append(cache, 0, &three, &three));
-    TRY(kvfast->append(cache, 0, &one, &two));
-    TRY(kvfast->append(cache, 2, &one, &one));
-    TRY(kvfast->append(cache, -1, &one, &one));
-    TRY(kvfast->append(cache, 0, NULL, &one));
-    TRY(kvfast->append(cache, 0, &one, NULL));
-    TRY(kvfast->append(cache, 0, &none, &one));
-    TRY(kvfast->append(cache, 0, &odd, &one));
-    TRY(kvfast->append(cache, 0, &strange, &one));
-    TRY(kvfast->append(cache, 0, &empty, &empty));
-    TRY(kvfast->append(cache, 0, &one, &invalid));
-    TRY(kvfast->append(cache, 0, &five, &five)); /* beyond max_seq_len */
-    TRY(kvfast->append(cache, 0, &one, &one));   /* good */
-    TRY(kvfast->attend(cache, 0, &two, NULL, &two_out));
-    TRY(kvfast->attend(cache, 0, &three, NULL, &out));
-    TRY(kvfast->attend(cache, 0, &narrow, NULL, &out));
-    TRY(kvfast->attend(cache, 0, &one, NULL, &two_out));
-    TRY(kvfast->attend(cache, 0, &one, NULL, &one)); /* out is q */
-    TRY(kvfast->attend(cache, 0, &one, NULL, NULL));
-    TRY(kvfast->attend(cache, 0, &invalid, NULL, &out));
-    TRY(kvfast->attend(cache, 0, &one, &window, &out));
-    TRY(kvfast->attend(cache, 0, &one, &threads, &out));
-    TRY(kvfast->attend(cache, 7, &one, NULL, &out));
-    TRY(kvfast->advance(cache, 1)); /* layer 1 did not get its tokens */
-    TRY(kvfast->advance(cache, 0));
-    TRY(kvfast->truncate(cache, 1));
-    TRY(kvfast->layer_length(cache, 2));
-    TRY(kvfast->append(NULL, 0, &one, &one));
-    TRY(kvfast->attend(NULL, 0, &one, NULL, &out));
-    TRY(kvfast->advance(NULL, 1));
-    TRY(kvfast->length(NULL));
-    TRY(kvfast->layer_length(cache, 0));
-    kvfast->close(cache);
-    kvfast->close(NULL);
-    return result;
-}
-
 /* nanoseconds(cache, q_heads, dim, calls) of attend with one token, and the name of the kernels' tier */
 static PyObject *nanoseconds(PyObject *self, PyObject *args) {
     static float q[64 * 512], out[64 * 512];
@@ -270,7 +208,6 @@ done:
 static PyMethodDef methods[] = {
     {"held_meanwhile", held_meanwhile, METH_VARARGS, NULL},
     {"run", run, METH_VARARGS, NULL},
-    {"misuse", misuse, METH_O, NULL},
     {"nanoseconds", nanoseconds, METH_VARARGS, NULL},
     {"pool_over", pool_over, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

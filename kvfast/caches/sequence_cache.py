@@ -17,6 +17,7 @@ from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
 from kvfast.storage.kinds import decoded, keys_of
 from kvfast.storage.sequences.branches import keep_branch
+from kvfast.storage.sequences.sequence import SequenceStorage
 from kvfast.storage.sequences.splicing import check_splice, drop, splice
 from kvfast.storage.settings import NAMES
 
@@ -64,6 +65,7 @@ class SequenceCache(StorageProperties):
 
     __slots__ = ("__weakref__", "_ids", "_rope", "_settings", "_storage")
 
+    _storage: SequenceStorage
     is_paged = False
 
     @classmethod
@@ -178,7 +180,7 @@ class SequenceCache(StorageProperties):
         layer : int
         q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
             Queries of the last `num_tokens` tokens of the layer (append them first), at most all of them. Query head h reads KV
-            head ``h // (num_q_heads // num_kv_heads)``. Of latent rows, head_dim is latent_dim + rope_dim; see `MLAKVCache`.
+            head ``h // (num_q_heads // num_kv_heads)``. For latent rows, head_dim is latent_dim + rope_dim; see `MLAKVCache`.
         out : array of shape (num_tokens, num_q_heads, v_head_dim), float32, float16 or bfloat16, optional
             Where to write the output, which of latent rows is as wide as latents.
         scale : float, optional

@@ -62,7 +62,7 @@ def link(caller, file, function):
         return "function"
     types = classes_of(callee) & imported(text, module)
     for name in re.findall(rf"\b(\w+)\.{function}\(", text):
-        if any(re.search(rf"\b{kind} {name}\b", text) for kind in types):
+        if any(re.search(rf"\b{kind} {name}\b|\b{name}: {kind}\b", text) for kind in types):
             return "method"
         # Without a type: some file of the package makes what the attribute is.
         for path in caller.parent.glob("*.py"):

@@ -110,7 +110,7 @@ cdef bint _take(kv_chosen *chosen, const kv_query *query, Py_ssize_t at, const i
                 positions[count] = position
                 count += 1
         if count == before:
-            return refuse(refusal, VALUE, b"chosen holds {2} for {query}, which sees the positions {3} to {4}{sinks}", query.token,
+            return refuse(refusal, VALUE, b"chosen holds {2} for {query}, which sees the positions {3} to {4}{first}", query.token,
                           head, first, query.start, query.stop - 1, query.sink_stop)
     chosen.counts[at] = count
     return count > 0 or refuse(refusal, VALUE, b"chosen must hold a position for each query, got none for {query}", query.token, head)

@@ -208,17 +208,17 @@ cdef void _add_segments(kv_plan *plan, const kv_member *member) noexcept nogil:
             part = _add_view(plan, member, segment, False, part, first_item)
 
 
-cdef int _add_view(kv_plan *plan, const kv_member *member, const kv_segment *segment, bint sinks, int part,
+cdef int _add_view(kv_plan *plan, const kv_member *member, const kv_segment *segment, bint as_sinks, int part,
                    Py_ssize_t first_item) noexcept nogil:
     """Add the items that read a segment, or the sink tokens in it. Returns the number of partial results of them and those before."""
     cdef Py_ssize_t row = member.first_query, i, first = member.num_queries, last = -1, items = plan.call.num_items
     cdef kv_query *query
-    if sinks or not segment.is_newest:
+    if as_sinks or not segment.is_newest:
         row, plan.extra = plan.extra, plan.extra + member.num_queries
     for i in range(member.num_queries):
         query = plan.call.queries + row + i
         query[0] = plan.call.queries[member.first_query + i]
-        narrow(query, segment, sinks)
+        narrow(query, segment, as_sinks)
         if query.start < query.stop or query.num_runs:
             first, last = min(first, i), i
     if plan.given.chosen != NULL:

@@ -14,7 +14,7 @@ ctypedef struct kv_request:
     kv_rows out
     int threads                # that may work, at most
     bint is_batch
-    const Py_ssize_t *span_counts    # of a batch: how many of the spans each sequence has, or NULL
+    const Py_ssize_t *span_counts    # of a batch: how many each sequence has, or NULL
     const Py_ssize_t *parent_counts
 
 

@@ -379,7 +379,7 @@ cdef int raise_refusal(const kv_refusal *refusal, Request request) except -1:
         dtype=f"{dtype_name(dtype)} (+-{dtype_limit(dtype):g})", where="an address" if n[1] else "NULL",
         counts=_counts_at(n[2], n[0]) if b"{counts}" in refusal.text else "",
         swapped=": if the first has them, pass q.transpose(1, 0, 2)" if n[2] else "",
-        query=f"query {n[0]}" + (f" in KV head {n[1]}" if n[1] >= 0 else ""), sinks=f", and those before {n[5]}" if n[5] else "",
+        query=f"query {n[0]}" + (f" in KV head {n[1]}" if n[1] >= 0 else ""), first=f", and those before {n[5]}" if n[5] else "",
         multiples=f"multiples of {n[3]}" if n[3] > 1 else "positions"))
 
 

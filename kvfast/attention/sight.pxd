@@ -44,7 +44,7 @@ cdef bint open_sight(const kv_request *request, kv_workspace *workspace, kv_memb
                      kv_refusal *refusal) noexcept nogil
 cdef void see(const kv_request *request, const kv_member *member, kv_query *queries) noexcept nogil
 cdef int views_of(const kv_request *request, const kv_member *member, const kv_segment *segment) noexcept nogil
-cdef void narrow(kv_query *query, const kv_segment *segment, bint sinks) noexcept nogil
+cdef void narrow(kv_query *query, const kv_segment *segment, bint as_sinks) noexcept nogil
 cdef Py_ssize_t end_of(const kv_segment *segment) noexcept nogil
 
 cdef enum:

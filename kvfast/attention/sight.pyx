@@ -156,16 +156,16 @@ cdef void _sees(const kv_request *request, const kv_member *member, kv_query *qu
 cdef void _sees_tree(const kv_request *request, const kv_member *member, kv_query *query, Py_ssize_t tree,
                      Py_ssize_t draft) noexcept nogil:
     """Set what a draft sees: positions before `tree`, where the drafts begin, and its ancestors. Its depth is its position."""
-    cdef uint64_t sinks = 0, ancestors = member.ancestors[draft]
+    cdef uint64_t kept = 0, ancestors = member.ancestors[draft]
     cdef Py_ssize_t depth = kv_count_bits(ancestors) - 1, place
     cdef kv_run *run = member.runs + draft * MOST_RUNS
     _sees(request, member, query, tree + depth)
     query.tree, query.stop = tree, tree
     for place in range(tree, query.start):  # ancestors before a window or a chunk, of which sink tokens stay
         if place < query.sink_stop:
-            sinks |= ancestors & (~ancestors + 1)
+            kept |= ancestors & (~ancestors + 1)
         ancestors &= ancestors - 1
-    ancestors |= sinks
+    ancestors |= kept
     query.sink_stop = min(query.sink_stop, tree)
     if query.start > tree:
         query.start = tree
@@ -219,15 +219,15 @@ cdef inline (Py_ssize_t, Py_ssize_t) _within(const kv_segment *segment, Py_ssize
     return begin, min(max(end, begin), end_of(segment))
 
 
-cdef void narrow(kv_query *query, const kv_segment *segment, bint sinks) noexcept nogil:
-    """Let a query see a segment alone, whose tokens it counts as their context does; `sinks`: the sink tokens of it."""
+cdef void narrow(kv_query *query, const kv_segment *segment, bint as_sinks) noexcept nogil:
+    """Let a query see a segment alone, whose tokens it counts as their context does; `as_sinks`: the sink tokens of it."""
     cdef Py_ssize_t base = segment.start - segment.first, begin, end
     cdef bint begins = _begins(segment)
-    if sinks or end_of(segment) <= query.tree:  # a tree lies in the last segment
+    if as_sinks or end_of(segment) <= query.tree:  # a tree lies in the last segment
         query.num_runs = 0
     query.tree -= base
     begin, end = _within(segment, query.start, query.stop)
-    if sinks or begins and begin == end and query.num_runs == 0:
+    if as_sinks or begins and begin == end and query.num_runs == 0:
         begin, end = _within(segment, 0, query.sink_stop)
         begins = False
     query.position -= base

@@ -4,7 +4,7 @@
 cdef enum:
     ITEMS
     QUERIES
-    SIGHT                      # spans and drafts in order
+    SIGHT                      # see `sight`
     CHOSEN                     # chosen tokens in order
     PARTIALS
     COUNTS                     # tasks of each query and KV head

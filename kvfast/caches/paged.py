@@ -26,7 +26,7 @@ class PagedKVCache(Pool):
     num_layers, num_kv_heads, head_dim : int
         As in `KVCache`.
     num_blocks : int
-        Blocks of the pool. A block spans all layers.
+        Blocks of the pool. A block has all layers.
     block_size : int
         Tokens of a block: 16, 32, 64, 128 or 256; by default 64, or what the format requires.
     dtype, k_dtype, v_dtype
@@ -57,7 +57,7 @@ class PagedKVCache(Pool):
     DimensionMismatchError
         For a `buffer` of another shape.
     TypeError
-        For a list with a shape or window per layer. A block spans all layers, so layers that differ need one pool per
+        For a list with a shape or window per layer. A block has all layers, so layers that differ need one pool per
         kind, and a model's sequence needs one sequence in each pool.
     MemoryError
 

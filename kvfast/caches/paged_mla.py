@@ -43,7 +43,7 @@ class PagedMLAKVCache(Pool):
     num_layers, latent_dim, rope_dim : int
         As in `MLAKVCache`.
     num_blocks : int
-        Blocks of the pool. A block spans all layers.
+        Blocks of the pool. A block has all layers.
     block_size : int, optional
         Tokens of a block: 16, 32, 64, 128 or 256; by default 64.
     dtype, secure

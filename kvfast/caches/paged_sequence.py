@@ -165,7 +165,7 @@ class Sequence(SequenceCache):
         Returns
         -------
         ndarray of shape (num_tokens,), int64
-            All positions. In a pool with a window: the sinks, then the window, as in `RingKVCache.positions`.
+            All positions. In a pool with a window: the sink tokens, then the window, as in `RingKVCache.positions`.
         """
         return self._storage.positions(layer)
 

@@ -361,7 +361,7 @@ class Pool(StorageProperties):
         block_table : integers of shape (num_sequences, max_blocks)
         seq_lens : integers of shape (num_sequences,)
             Plain block tables, and the tokens in them including those of `q`. In a pool with a window, only the blocks of
-            the sinks and of the tokens that the queries see have to be present.
+            the sink tokens and of those that the queries see have to be present.
         cu_seqlens_q : integers of shape (num_sequences + 1,), optional
             Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; by default one query each.
         cascade : bool
@@ -370,7 +370,7 @@ class Pool(StorageProperties):
             each sequence is read separately.
         **options
             As in `KVCache.attend`. `chosen` has the positions of all queries of `q`, each within its own sequence. In a pool with a
-            window, the window and sinks of the pool are the defaults and the largest values allowed.
+            window, the window and sink tokens of the pool are the defaults and the largest values allowed.
         spans, parents : list with one entry per sequence, optional
             As in `KVCache.attend`, or None for a sequence without them.
 

@@ -23,7 +23,7 @@ __all__ = ["RingKVCache"]
 class RingKVCache(SequenceCache):
     """Key/value cache of a sliding window: constant memory for endless generation.
 
-    Keeps the last `sliding_window` tokens, the first `num_sink_tokens` tokens permanently (attention sinks, StreamingLLM, arXiv
+    Keeps the last `sliding_window` tokens, the first `num_sink_tokens` tokens permanently (StreamingLLM, arXiv
     2309.17453), and `rollback` tokens before the window, so that `truncate` finds a whole window again. Positions stay absolute:
     ``len(cache)`` counts all tokens that were ever complete, minus those that `truncate` removed.
 
@@ -42,7 +42,7 @@ class RingKVCache(SequenceCache):
         How far `truncate` can go back from the longest the cache has been.
     rope : Rope, optional
         The rotation of the model: pass keys and queries without rotary embedding, and the cache rotates them. It uses positions
-        among the tokens that it holds, so the sinks stay directly before the window, however far the window has moved.
+        among the tokens that it holds, so the sink tokens stay directly before the window, however far the window has moved.
     secure, block_size
         As in `KVCache`.
     v_head_dim : int, or a list with one per layer, optional
@@ -53,7 +53,7 @@ class RingKVCache(SequenceCache):
     Raises
     ------
     ValueError
-        For a window of 0, more sinks than the window holds, or a size out of range.
+        For a window of 0, more sink tokens than the window holds, or a size out of range.
 
     Notes
     -----
@@ -61,7 +61,7 @@ class RingKVCache(SequenceCache):
     grows by a chunk while it is in progress; `advance` gives that memory back.
 
     With a `rope`, keys are stored rotated for their absolute position, which preserves all distances inside
-    the window. The sinks are read with a second set of queries, rotated for the position inside the cache. Scores
+    the window. The sink tokens are read with a second set of queries, rotated for the position inside the cache. Scores
     depend on distances only, so the result equals that of rotating every key again, without the work.
 
     Examples
@@ -107,7 +107,7 @@ class RingKVCache(SequenceCache):
         Returns
         -------
         ndarray of shape (num_tokens,), int64
-            The sinks, then the window. Tokens that `rollback` keeps before the window are not included.
+            The sink tokens, then the window. Tokens that `rollback` keeps before the window are not included.
         """
         return self._storage.positions(layer)
 
@@ -128,5 +128,5 @@ class RingKVCache(SequenceCache):
 
     def __repr__(self) -> str:
         window = self.sliding_window if not isinstance(self.sliding_window, tuple) else "mixed"
-        sinks = f" + {self.num_sink_tokens} sinks" if self.num_sink_tokens else ""
-        return f"RingKVCache({self._shape()}, window {window}{sinks}, {self._tokens_text()} seen, {size_text(self.nbytes)})"
+        first = f" + {self.num_sink_tokens} sinks" if self.num_sink_tokens else ""
+        return f"RingKVCache({self._shape()}, window {window}{first}, {self._tokens_text()} seen, {size_text(self.nbytes)})"

@@ -11,7 +11,7 @@ from kvfast.core.interchange import as_array
 
 
 class RingRope:
-    """Rotates keys for their absolute positions, and queries for these and for the sinks directly before the window.
+    """Rotates keys for their absolute positions, and queries for these and for the sink tokens directly before the window.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class RingRope:
         return Transform(storage.shape(layer)[1], norm, eps, cos, sin, positions, self._interleaved, "k_norm", made_for=length)
 
     def of_queries(self, storage, layer, q, options):
-        """Queries for the window, queries for the sinks, or None if they are the same, and the layer length that they were made for."""
+        """Queries for the window, queries for the sink tokens, or None if they are the same, and the layer length that they were made for."""
         if options.get("attention_chunk_size") is not None:
             raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
         if options.get("parents") is not None:
@@ -51,7 +51,7 @@ class RingRope:
             _check_spans(options["spans"], window)
         if window is None or not num_sink_tokens or length <= window:
             return at_window, None, length
-        # The last position in a cache that holds the sinks and the window up to the query.
+        # The last position in a cache that holds the sink tokens and the window up to the query.
         return at_window, rotated(q, *self._tables(first, n, num_sink_tokens + window - 1), self._interleaved), length
 
 
@@ -65,11 +65,11 @@ def _num_tokens(array):
 
 
 def _check_spans(spans, window):
-    """Refuse spans that reach before the window of a query, whose sinks lie directly before it. What is wrong otherwise is told later."""
+    """Refuse spans that reach before the window of a query, whose sink tokens lie directly before it. What is wrong otherwise is told later."""
     spans = as_array(spans, "spans")
     longest = int(np.diff(spans).max()) if spans.ndim == 2 and spans.shape[1] == 2 and spans.dtype.kind in "iu" and len(spans) else 0
     if longest > window:
         raise ValueError(
-            f"spans must not be longer than the window of {window} tokens in a ring with a rope, whose sinks lie directly before the window, "
+            f"spans must not be longer than the window of {window} tokens in a ring with a rope, whose sink tokens lie directly before the window, "
             f"got {longest}: pass clamp_spans=True"
         )

@@ -87,7 +87,7 @@ class Calibration:
     """For each layer and KV head of a model, the basis in which its keys are stored. `calibrate` makes one.
 
     A cache multiplies keys by a matrix M when they come, and queries by the transpose of M's inverse when they look: their
-    products stay what they were. M is chosen so that an error of the same size in each stored element weighs the same for the
+    products stay what they were. M is such that an error of the same size in each stored element weighs the same for the
     model's queries. There is one M for keys with a scale per token, and one for keys with a scale and offset per channel.
 
     Parameters

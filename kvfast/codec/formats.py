@@ -50,7 +50,7 @@ class KVFormat:
         or `num_recent_float_tokens`, where the tokens of a block stay float16 until it is full.
     num_first_float_tokens : int
         Number of first tokens of a sequence, up to 16, whose integer sides always stay float16. These tokens receive much
-        attention, whatever their content (attention sinks, StreamingLLM, arXiv 2309.17453).
+        attention, whatever their content (StreamingLLM, arXiv 2309.17453).
     num_recent_float_tokens : int
         Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a block is read as codes
         once it is full and this number of tokens follow it. So at most `block_size` - 1 further tokens are float16. With

@@ -46,7 +46,7 @@ class KVCacheCompressor(CacheBridges):
       values: tokens that receive attention when nothing else is relevant;
     - tokens whose keys or values are, in any head, more than twice as far from the head's mean as the median token's.
 
-    The tokens farthest beyond these bounds are chosen first, at most one token in 64. For few tokens the limit is the first
+    The tokens farthest beyond these bounds come first, at most one token in 64. For few tokens the limit is the first
     4, but no more than one in 16, and one or two others.
 
     Keys may be given before or after rotary embedding; attention uses them as they were given. Keys without rotary
@@ -204,8 +204,8 @@ def outliers(k, v):
             ratios = distances / (FAR * np.median(distances, axis=1, keepdims=True))
             beyond = np.fmax(beyond, np.fmax.reduce(ratios, axis=0))
     beyond[: min(FIRST_TOKENS, room)] = np.inf
-    chosen = np.argsort(-np.nan_to_num(beyond, nan=0.0, posinf=np.inf), kind="stable")[:room]
-    return np.sort(chosen[beyond[chosen] > 1])
+    farthest = np.argsort(-np.nan_to_num(beyond, nan=0.0, posinf=np.inf), kind="stable")[:room]
+    return np.sort(farthest[beyond[farthest] > 1])
 
 
 def _exact(k, v):

@@ -79,24 +79,24 @@ cdef void _find(const kv_training *call, const float *points, const kv_pq_codebo
 
 cdef Py_ssize_t _drawn(const kv_training *call, const kv_scratch_of_training *scratch, double target) noexcept nogil:
     """The point at which the running sum of the gaps passes the target. Each distance is the sum of 16 gaps."""
-    cdef Py_ssize_t t, chosen = 0, block = 0
+    cdef Py_ssize_t t, drawn = 0, block = 0
     while block < call.stride // 16 - 1 and target >= scratch.distances[block]:
         target -= scratch.distances[block]
         block += 1
     for t in range(16 * block, call.n):
         if scratch.gaps[t] > 0:
-            chosen = t
+            drawn = t
             target -= scratch.gaps[t]
             if target < 0:
                 break
-    return chosen
+    return drawn
 
 
 cdef void _seed(const kv_training *call, const float *points, float *centroids, int dim, kv_scratch_of_training *scratch,
                 uint64_t *random) noexcept nogil:
     """k-means++ (Arthur and Vassilvitskii, 2007): each next centroid is a point, drawn in proportion to its squared distance."""
     cdef kv_pq_codebook codebook
-    cdef Py_ssize_t t, chosen = <Py_ssize_t>(_uniform(random) * call.n)
+    cdef Py_ssize_t t, drawn = <Py_ssize_t>(_uniform(random) * call.n)
     cdef double total, target
     cdef float gap
     cdef float part
@@ -108,7 +108,7 @@ cdef void _seed(const kv_training *call, const float *points, float *centroids, 
     for t in range(call.stride):
         scratch.gaps[t] = INFINITY if t < call.n else 0
     codebook.count, codebook.dim = 1, dim
-    _take(call, points, chosen, dim, centroids)
+    _take(call, points, drawn, dim, centroids)
     for c in range(1, call.count):
         if is_stopped(call.watch, 16):
             return
@@ -126,10 +126,10 @@ cdef void _seed(const kv_training *call, const float *points, float *centroids, 
             scratch.distances[t // 16] = part
             total += part
         target = _uniform(random) * total
-        chosen = c % call.n  # if all points are centroids already
+        drawn = c % call.n  # if all points are centroids already
         if total > 0:
-            chosen = _drawn(call, scratch, target)
-        _take(call, points, chosen, dim, centroids + c * dim)
+            drawn = _drawn(call, scratch, target)
+        _take(call, points, drawn, dim, centroids + c * dim)
 
 
 cdef void _lloyd(const kv_training *call, const float *points, float *centroids, int dim,

@@ -139,11 +139,11 @@ def get_num_threads():
 
 
 cdef int _default() noexcept nogil:
-    cdef int chosen = _chosen  # read once: another thread may set it meanwhile
+    cdef int wanted = _chosen  # read once: another thread may set it meanwhile
     if not (KV_HAVE_OPENMP or KV_HAVE_POOL):
         return 1
-    if chosen or _wished:
-        return chosen or _wished
+    if wanted or _wished:
+        return wanted or _wished
     return min(kv_usable_cpus(), _quota) if _quota else kv_usable_cpus()
 
 

@@ -118,7 +118,7 @@ def fields(**kinds: Kind) -> Kind:
     )
 
 
-def chosen(field: str, tables: dict[str, Kind]) -> Kind:
+def either(field: str, tables: dict[str, Kind]) -> Kind:
     """An object whose `field` says which table it follows."""
     return Kind(
         f"an object whose {field} is one of {', '.join(tables)}",
@@ -154,7 +154,7 @@ FORMAT = fields(
 )
 _DTYPE = {"num_layers": LAYERS, "dtype": list_of(FORMAT, 1), "has_states_": TRUE}
 _BITS = integer(2, 8)
-SETTINGS = chosen(
+SETTINGS = either(
     "kind",
     {
         "full": fields(kind=exactly("full"), **_DTYPE, **_PER_LAYER),

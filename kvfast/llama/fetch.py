@@ -54,8 +54,8 @@ SMOLLM2 = PackagedModel(
 
 def cache_dir():
     """The folder fetched models are kept in: `KVFAST_CACHE`, or kvfast's part of the user's cache folder."""
-    if chosen := os.environ.get("KVFAST_CACHE"):
-        return Path(chosen)
+    if folder := os.environ.get("KVFAST_CACHE"):
+        return Path(folder)
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "kvfast" / "Cache"
     if sys.platform == "darwin":

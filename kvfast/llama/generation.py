@@ -1,4 +1,4 @@
-"""Text generation: tokens, each chosen from the model's logits, one at a time or checked several at once."""
+"""Text generation: tokens, each drawn from the model's logits, one at a time or checked several at once."""
 
 from __future__ import annotations
 

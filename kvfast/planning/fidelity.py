@@ -147,7 +147,7 @@ def choose_format(
         Largest allowed value of the metric.
     formats : iterable, or one format
         Formats to choose from; see `fidelity`. Among formats with the same number of bits, the first that meets the
-        bound is chosen. A format is skipped if the keys or values of the layer exceed its range.
+        bound is taken. A format is skipped if the keys or values of the layer exceed its range.
     metric : str
         ``"output_error"`` or ``"kl"`` of `Fidelity`.
     scale, causal

@@ -234,9 +234,9 @@ def plan(
         notes += _notes_of_vllm(shape)
         bias = key_bias_note(shape.name, {name: VLLM_FORMATS[name] for name, _ in caches}, "int4_per_token_head")
     else:
-        chosen = _chosen(dtype, shape)
-        caches = [(name, _caches(shape, one)) for name, one in chosen]
-        formats = [each for _, one in chosen for each in formats_of(one, None, None, len(shape.layers))]
+        wanted = _chosen(dtype, shape)
+        caches = [(name, _caches(shape, one)) for name, one in wanted]
+        formats = [each for _, one in wanted for each in formats_of(one, None, None, len(shape.layers))]
         bias = key_bias_note(shape.name, {str(one): one for one in formats})
     notes += () if bias is None else (bias,)
     beside = shape.weight_bytes or 0
@@ -298,11 +298,11 @@ def _chosen(dtype, shape):
     if dtype is None:
         latent = any(layer.rope_dim is not None for layer in shape.layers)
         return [(name, name) for name in DTYPES if not (latent and _is_refused(name))]
-    chosen = []
+    wanted = []
     for one in dtype if isinstance(dtype, (list, tuple)) else [dtype]:
         formats = [str(each) for each in formats_of(one, None, None, len(shape.layers))]
-        chosen.append((formats[0] if len(set(formats)) == 1 else "mixed", one))
-    return chosen
+        wanted.append((formats[0] if len(set(formats)) == 1 else "mixed", one))
+    return wanted
 
 
 def _is_refused(name):

@@ -22,7 +22,7 @@
 #define KV_TARGET_END _Pragma("GCC pop_options")
 #endif
 
-/* The level that prefetches fill where nothing else is chosen. On x86 the second (prefetcht1), which on most processors is at
+/* The level that prefetches fill where no other is set. On x86 the second (prefetcht1), which on most processors is at
    least as fast as the first (prefetcht0). prefetchnta and no prefetch at all are much slower. kvfast/core/prefetching.py chooses. */
 #ifndef KV_PREFETCH_LEVEL
 #define KV_PREFETCH_LEVEL (KV_X86 ? 2 : 1)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from selection import needs_sources
 
+from kvfast.attention.options import AttendOptions
+
 pytestmark = needs_sources
 SCRIPT = Path(__file__).parents[2] / "docs" / "rooms.py"
 
@@ -133,6 +135,37 @@ def test_a_long_file_is_found():
         assert too_long(text)
     assert too_long("class A:\n" + 50 * method.replace('"""Read."""', "pass"))
     assert not too_long("class A:\n" + 50 * method) and not too_long("x = 1\n" * 450)
+
+
+# Most files that an option's word stands in, guests and the sources of `chosen` included; words that name other things, too, are left out.
+FILES_OF_OPTIONS = {
+    "alibi_slopes": 8,
+    "attention_chunk_size": 10,
+    "chosen": 26,
+    "chosen_run": 5,
+    "clamp_spans": 9,
+    "num_splits": 8,
+    "parents": 12,
+    "return_lse": 9,
+    "sinks": 18,
+    "spans": 14,
+}
+
+
+def test_an_option_of_attend_lives_in_few_files(rooms):
+    """A field, its check, its use and its words: who adds an option to more places writes something twice."""
+    paths = [path for path in rooms.PACKAGE.rglob("*") if path.suffix in {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}]
+    texts = {path: path.read_text("utf-8") for path in paths if path.suffix != ".c" or not path.with_suffix(".pyx").exists()}
+    assert set(FILES_OF_OPTIONS) < set(AttendOptions.__annotations__)
+    for word, most in FILES_OF_OPTIONS.items():
+        found = [str(path) for path, text in texts.items() if re.search(rf"(?<!\.)\b{word}\b(?!\[\d\])", text)]
+        assert 4 < len(found) <= most, (word, found)
+    own = {"kvfast.h", "options.pxd", "options.py", "request.pyx", "sight.pyx", "sequence_cache.py"}  # of a flag that no engine has
+    assert {path.name for path, text in texts.items() if "attention_chunk_size" in text} >= own
+
+
+def test_the_c_interface_has_no_second_path(rooms):
+    assert not re.search(r"\b(quick|python)_", "".join(path.read_text("utf-8") for path in (rooms.PACKAGE / "handles").glob("*.p*")))
 
 
 MACHINES = (

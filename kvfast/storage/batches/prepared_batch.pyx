@@ -159,7 +159,7 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
                            Py_ssize_t num_sink_tokens):
     """Check the block table of another scheduler: each block that is read must hold tokens. `seq_lens` are checked.
 
-    With a `window`, which a pool of windows has, blocks between the sinks and the window of the first query are not read: in their
+    With a `window`, which a pool of windows has, blocks between sink tokens and the window of the first query are not read: in their
     place the table has another block of the row.
     """
     cdef PreparedBatch self = PreparedBatch.__new__(PreparedBatch)

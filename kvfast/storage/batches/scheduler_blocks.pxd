@@ -30,7 +30,7 @@ cdef class SchedulerBlocks:
     cdef list _writes_of(self, PreparedBatch batch)
     cdef int _check_read(self, PreparedBatch batch, dict ends) except -1
     cdef int _seal_full(self, PreparedBatch batch, dict ends) except -1
-    cdef int _seal(self, int rule, list chosen) except -1
+    cdef int _seal(self, int rule, list full) except -1
     cdef uint8_t *_state_of(self, int rule) noexcept
     cdef bint _is_coded(self, int32_t block) noexcept
     cdef bint _is_sealed(self, int32_t block) noexcept

@@ -268,11 +268,11 @@ cdef class SchedulerBlocks:
             self.pool.floats.forget(block)
         return 0
 
-    cdef int _seal(self, int rule, list chosen) except -1:
+    cdef int _seal(self, int rule, list full) except -1:
         """Encode the tokens of some open blocks that have been written, from their float rows."""
         cdef int32_t block
         # Only the first of the blocks of one call can begin a sequence.
-        for part in [[block] for block in chosen if self.begins[block]] + [[block for block in chosen if not self.begins[block]]]:
+        for part in [[block] for block in full if self.begins[block]] + [[block for block in full if not self.begins[block]]]:
             if part:
                 self.pool.floats.seal(part, self.begins[<int32_t>part[0]], self.written, rule)
             for block in part:

@@ -1,6 +1,6 @@
 """Blocks of some layers, and the number of their owners.
 
-A block spans all layers. Owners take blocks, retain those that they share, and release them.
+A block has all layers. Owners take blocks, retain those that they share, and release them.
 """
 from libc.stdint cimport int32_t, uint8_t
 

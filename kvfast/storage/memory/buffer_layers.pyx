@@ -42,7 +42,7 @@ def buffer_layers(buffer, list sizes, Py_ssize_t num_blocks):
     parts = _split(_opened(buffer, "buffer"), sizes, num_blocks) if _is_one(buffer) else list(buffer)
     if len(parts) != len(sizes):
         raise DimensionMismatchError(f"buffer must be one piece of memory or {len(sizes)} arrays, one per layer, got {len(parts)}")
-    layers, strides, spans = [], [], []
+    layers, strides, pieces = [], [], []
     for i, (part, size) in enumerate(zip(parts, sizes)):
         array = _opened(part, f"buffer[{i}]")
         address, stride = array.__array_interface__["data"][0], _stride_of(array, f"buffer[{i}]", size, num_blocks)
@@ -51,8 +51,8 @@ def buffer_layers(buffer, list sizes, Py_ssize_t num_blocks):
                              f"{int(address):#x} on, {stride} bytes apart")
         layers.append(arena_at(array, <char *>address, (num_blocks - 1) * stride + size))
         strides.append(stride)
-        spans.append((int(address), int(address) + (num_blocks - 1) * stride + size, stride, size, i))
-    _check_apart(spans)
+        pieces.append((int(address), int(address) + (num_blocks - 1) * stride + size, stride, size, i))
+    _check_apart(pieces)
     return layers, strides
 
 
@@ -112,10 +112,10 @@ def _stride_of(array, name, size, num_blocks):
     return stride
 
 
-def _check_apart(spans):
+def _check_apart(pieces):
     """Refuse layers with a byte in common. Those whose blocks alternate have one stride."""
     last = []
-    for begin, end, stride, size, layer in sorted(spans):
+    for begin, end, stride, size, layer in sorted(pieces):
         last = [one for one in last if one[1] > begin]
         for other_begin, _, other_stride, other_size, other in last:
             ahead = (begin - other_begin) % stride

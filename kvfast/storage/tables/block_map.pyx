@@ -61,7 +61,7 @@ cdef class BlockMap:
             self.pool.release(self.blocks[self.count])
 
     cdef int skip(self, Py_ssize_t gone) except -1:
-        """Release the first `gone` blocks after those of the sinks."""
+        """Release the first `gone` blocks after those of the sink tokens."""
         cdef Py_ssize_t i
         for i in range(gone):
             self.pool.release(self.blocks[self.sink_blocks + i])

@@ -293,7 +293,7 @@ cdef class BlockTable:
         return 0
 
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
-        """First position outside the sinks that a sequence of `length` tokens holds; see `RingTable`."""
+        """First position outside the sink tokens that a sequence of `length` tokens holds; see `RingTable`."""
         return 0
 
     cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:

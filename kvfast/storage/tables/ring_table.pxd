@@ -6,7 +6,7 @@ cdef class RingTable(BlockTable):
     cdef readonly Py_ssize_t window          # tokens
     cdef readonly Py_ssize_t num_sink_tokens
     cdef readonly Py_ssize_t rollback
-    cdef readonly Py_ssize_t evicted         # positions below this and outside the sinks are gone
+    cdef readonly Py_ssize_t evicted         # positions below this and outside the sink tokens are gone
 
     cdef int evict(self, Py_ssize_t window) except -1
     cdef Py_ssize_t _evicted_at(self, Py_ssize_t length) noexcept nogil

@@ -70,12 +70,12 @@ cdef class TokenStates:
         return after // size == length // size
 
     cdef int seal(self, Py_ssize_t length, Py_ssize_t n, Py_ssize_t gone) except -1:
-        """Seal the blocks that become full by `n` more tokens. Those between the sinks and block `gone` are dropped at once. The codes
+        """Seal the blocks that become full by `n` more tokens. Those between sink tokens and block `gone` go at once. The codes
         are not read before the tokens are counted."""
-        cdef Py_ssize_t size = self.pool.block_size, index, sinks = self.map.sink_blocks
-        full = [self.map.block(index) for index in range(length // size, (length + n) // size) if index >= gone or index < sinks]
+        cdef Py_ssize_t size = self.pool.block_size, index, first = self.map.sink_blocks
+        full = [self.map.block(index) for index in range(length // size, (length + n) // size) if index >= gone or index < first]
         if full:
-            self.pool.floats.seal(full, length < size and (gone == 0 or sinks > 0), NULL, -1)
+            self.pool.floats.seal(full, length < size and (gone == 0 or first > 0), NULL, -1)
         return 0
 
     cdef int release_float_rows(self, Py_ssize_t length) except -1:

@@ -65,12 +65,13 @@ class Sequence(SequenceCache):
             digests = digests[: known.last(digests)[0]]
         pool._batches.start(self._table, digests)
         found = self._table.length
-        digests = digests[: found // pool.block_size]
-        self._ids.begin(token_ids[:found], digests)
-        if known is not None and found:
-            count, checkpoint = known.last(digests)
-            storage.checkpoints = storage.checkpoints.plus(found := count * pool.block_size, checkpoint)
-            self.truncate(found)
+        if found:
+            digests = digests[: found // pool.block_size]
+            self._ids.begin(token_ids[:found], digests)
+            if known is not None:
+                count, checkpoint = known.last(digests)
+                storage.checkpoints = storage.checkpoints.plus(found := count * pool.block_size, checkpoint)
+                self.truncate(found)
         self.num_cached_tokens = found  # tokens that match_prefix found
 
     @property

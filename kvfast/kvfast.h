@@ -25,7 +25,7 @@
    - append, append_batch, and advance of other caches than sequences, to take or release blocks (about once in 16 tokens), for more than
      64 tokens (of a batch of sequences 512), and for the first slots of a pool;
    - attend and attend_batch, for spliced caches, for prefixes that a batch reads once, for tables of pools with windows or float rows,
-     and in a call of many milliseconds ten times a second, to look for Ctrl-C.
+     and in a long call of a thread that holds it, to look for Ctrl-C (KVFAST_ERROR, "KeyboardInterrupt").
    All others take it. Long calls do not hold the GIL, but if the caller holds it, it stays held.
    Several threads may read a cache (attend) at once; a thread that changes it must be alone. Otherwise a call returns
    KVFAST_BUSY. Threads that use the cache from Python count, too. A pool and all of its sequences count as one cache, as do a

@@ -13,7 +13,7 @@ from kvfast.attention.request cimport kv_request
 from kvfast.attention.sight cimport AS_SINKS, AS_WINDOW, end_of, kv_member, kv_segment, narrow, open_sight, see, views_of
 from kvfast.attention.tasks cimport kv_count_slots, kv_count_tasks, kv_item, kv_keys, kv_partial_size, kv_query
 from kvfast.attention.workspace cimport (COUNTS, DECODED, GATHERED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, give_back,
-                                         kv_workspace, lend, reserve)
+                                         kv_workspace, lend, release, reserve)
 from kvfast.codec.blocks cimport kv_context, kv_layout, values_of
 from kvfast.core.kernels cimport active_for, kv_rope_scratch, kv_wide_scratch
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_ROWS
@@ -28,10 +28,12 @@ cdef enum:
 
 cdef void open_plan(kv_plan *plan, kv_workspace *workspace) noexcept nogil:
     """Begin a call, which `close_plan` ends, in the working memory of a cache."""
-    plan.workspace = lend(workspace, &plan.own)
+    plan.workspace, plan.given.wide = lend(workspace, &plan.own), NULL
 
 
 cdef void close_plan(kv_plan *plan) noexcept nogil:
+    if plan.given.wide != NULL and not plan.given.layout.latent:  # megabytes, which each token of latent rows needs
+        release(plan.workspace, WIDE)
     give_back(plan.workspace, &plan.own)
 
 
@@ -98,7 +100,7 @@ cdef bint _reserve_queries(kv_plan *plan, const kv_member *members, Py_ssize_t c
     for i in range(count):
         for j in range(members[i].num_segments):
             views = views_of(request, members + i, members[i].segments + j)
-            contexts += 2 + members[i].num_queries
+            contexts += 2  # views
             queries += members[i].num_queries * _views(views, members[i].segments + j)
     items = 2 * contexts + min(queries, contexts * <Py_ssize_t>KV_FEW_QUERIES)
     if request.options.chosen != NULL:

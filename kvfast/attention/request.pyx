@@ -90,9 +90,9 @@ cdef bint _fit_arrays(const kvfast_options *o, const kv_layout *layout, Py_ssize
         return refuse(refusal, NOT_FINITE, b"sinks must be finite, got {value}")
     if not _are_finite(o.alibi_slopes, heads, refusal):
         return refuse(refusal, NOT_FINITE, b"alibi_slopes must be finite, got {value}")
-    if o.num_spans < 0 or (o.spans == NULL and o.num_spans > 0):
+    if not 0 <= o.num_spans <= KV_MAX_TOKENS or (o.spans == NULL and o.num_spans > 0):
         return refuse(refusal, VALUE, b"spans must point to num_spans of them, got {0} and {where}", o.num_spans, <Py_ssize_t>o.spans)
-    if o.num_parents < 0 or (o.parents == NULL and o.num_parents > 0):
+    if not 0 <= o.num_parents <= KV_MAX_TOKENS or (o.parents == NULL and o.num_parents > 0):
         return refuse(refusal, VALUE, b"parents must point to num_parents of them, got {0} and {where}", o.num_parents,
                       <Py_ssize_t>o.parents)
     if o.chosen == NULL and o.num_chosen == 0:
@@ -100,7 +100,8 @@ cdef bint _fit_arrays(const kvfast_options *o, const kv_layout *layout, Py_ssize
             return refuse(refusal, VALUE, b"chosen_heads and chosen_run are for chosen tokens, which are NULL, got {0} and {1}",
                           o.chosen_heads, o.chosen_run)
         return True
-    if o.chosen == NULL or o.num_chosen < 1 or o.chosen_heads < 0 or <intptr_t>o.chosen % <intptr_t>sizeof(int64_t):
+    if (o.chosen == NULL or not 1 <= o.num_chosen <= KV_MAX_TOKENS or o.chosen_heads < 0
+            or <intptr_t>o.chosen % <intptr_t>sizeof(int64_t)):
         return refuse(refusal, VALUE, b"chosen must point to num_chosen aligned positions of each query and of each of its "
                       b"chosen_heads, got {0} of {1} heads at address {2:#x}", o.num_chosen, max(o.chosen_heads, 1),
                       <Py_ssize_t>o.chosen)

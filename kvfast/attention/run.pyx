@@ -11,7 +11,7 @@ from kvfast.attention.sight cimport kv_member
 from kvfast.attention.source cimport read
 from kvfast.attention.tasks cimport (kv_attend_task, kv_call, kv_given, kv_item, kv_open_task, kv_own, kv_query, kv_read_split,
                                      kv_source, kv_split_begin, kv_task, kv_traffic)
-from kvfast.attention.workspace cimport WIDE, Workspace, release
+from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name
 from kvfast.core.arrays cimport kv_rows
@@ -37,19 +37,19 @@ cdef inline const kv_source *_source_of(const kv_given *given) noexcept nogil:
     return &_SOURCE if given.chosen == NULL else &_CHOSEN
 
 
-cdef bint run(kv_plan *plan) noexcept nogil:
-    """Run the tasks of a plan. False if it is refused. `end_run` follows."""
+cdef bint run(kv_plan *plan, bint is_watched) noexcept nogil:
+    """Run the tasks of a plan. False if it is refused. `end_run` follows. `is_watched`: whether the thread looks for Ctrl-C, for which
+    it must be able to take the GIL."""
     cdef kv_team team = plan.team
     cdef bint done
-    team.watch = plan.team.watch = watch_of(&plan.team.memory, <double>plan.work)
+    if is_watched:
+        team.watch = plan.team.watch = watch_of(&plan.team.memory, <double>plan.work)
     team.threads = _with_tasks(&plan.call, team.threads)
     done = take_scratch(plan.given.scratch, team.threads)
     if done:
         plan.call.source, plan.given.watch = _source_of(&plan.given), team.watch
         run_each(&team, _attend, &plan.call, plan.call.num_tasks, DYNAMIC)
         give_scratch(plan.given.scratch, team.threads)
-    if plan.wide and not plan.given.layout.latent:  # megabytes, which each token of latent rows needs
-        release(plan.workspace, WIDE)
     if not done:
         return no_memory(&plan.refusal)
     return not plan.bad or refuse(&plan.refusal, NOT_FINITE, b"q, keys and values are too large together: a score is beyond float32, "
@@ -74,7 +74,7 @@ cdef object answer(Request request, const kv_layout *layout, Workspace workspace
         with nogil:
             done = plan_of(&plan, &request.c, layout, members, count, prefixes, num_prefixes)
             if done and runs:
-                done = run(&plan)
+                done = run(&plan, True)
         if not done:
             check_stopped(plan.team.watch)
             raise_refusal(&plan.refusal, request)

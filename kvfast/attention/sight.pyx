@@ -42,12 +42,6 @@ cdef bint open_sight(const kv_request *request, kv_workspace *workspace, kv_memb
     cdef kv_member *member
     if num_spans == 0 and num_parents == 0 and request.span_counts == NULL and request.parent_counts == NULL:
         return True
-    spans = <Py_ssize_t *>reserve(workspace, SIGHT, 2 * num_spans * sizeof(Py_ssize_t)
-                                  + num_parents * (sizeof(uint64_t) + MOST_RUNS * sizeof(kv_run)) + 1)
-    if spans == NULL:
-        return no_memory(refusal)
-    ancestors = <uint64_t *>(spans + 2 * num_spans)
-    runs = <kv_run *>(ancestors + num_parents)
     if not _are_counts(request.span_counts, request.is_batch, num_spans, count):
         return refuse(refusal, VALUE, b"span_counts must have a number for each of the {0} sequences, together the {1} spans of the "
                       b"options, got {counts}", count, num_spans, <Py_ssize_t>request.span_counts)
@@ -58,6 +52,17 @@ cdef bint open_sight(const kv_request *request, kv_workspace *workspace, kv_memb
         member, number = members + i, i if request.is_batch else -1
         member.num_spans = num_spans if number < 0 else request.span_counts[i] if num_spans else 0
         member.num_drafts = num_parents if number < 0 else request.parent_counts[i] if num_parents else 0
+        if not _fit_counts(member, refusal):
+            refusal.member = number
+            return False
+    spans = <Py_ssize_t *>reserve(workspace, SIGHT, 2 * num_spans * sizeof(Py_ssize_t)
+                                  + num_parents * (sizeof(uint64_t) + MOST_RUNS * sizeof(kv_run)) + 1)
+    if spans == NULL:
+        return no_memory(refusal)
+    ancestors = <uint64_t *>(spans + 2 * num_spans)
+    runs = <kv_run *>(ancestors + num_parents)
+    for i in range(count):
+        member, number = members + i, i if request.is_batch else -1
         member.spans, member.ancestors, member.runs = spans + 2 * span, ancestors + draft, runs + draft * MOST_RUNS
         if not (_open_spans(options.spans + 2 * span, spans + 2 * span, member, refusal)
                 and _open_tree(options.parents + draft, ancestors + draft, member, refusal)):
@@ -80,6 +85,27 @@ cdef bint _are_counts(const Py_ssize_t *counts, bint is_batch, Py_ssize_t total,
     return total == 0
 
 
+cdef bint _fit_counts(const kv_member *member, kv_refusal *refusal) noexcept nogil:
+    """Whether a sequence has room for its spans and drafts, before they are read."""
+    cdef Py_ssize_t newest
+    if member.num_spans > member.length:
+        return refuse(refusal, VALUE, b"spans{at} must not overlap, got {0} of them in {1} tokens", member.num_spans, member.length)
+    if member.num_drafts == 0:
+        return True
+    if member.num_spans:
+        return refuse(refusal, VALUE, b"parents{at} need causal=True and spans=None for their sequence: a draft sees its ancestors "
+                      b"alone")
+    if member.num_drafts > min(member.num_queries, <Py_ssize_t>MOST_DRAFTS):
+        return refuse(refusal, VALUE, b"parents{at} must have at most {0} drafts, and no more than the {1} tokens of q, got {2}",
+                      MOST_DRAFTS, member.num_queries, member.num_drafts)
+    if member.num_segments:
+        newest = member.length - member.segments[member.num_segments - 1].start
+        if member.num_drafts > newest:
+            return refuse(refusal, VALUE, b"parents{at} must have at most {0} drafts, as many tokens as were appended since the last "
+                          b"splice, got {1}", newest, member.num_drafts)
+    return True
+
+
 cdef bint _open_spans(const Py_ssize_t *given, Py_ssize_t *spans, const kv_member *member, kv_refusal *refusal) noexcept nogil:
     cdef Py_ssize_t i, start, stop
     memcpy(spans, given, 2 * member.num_spans * sizeof(Py_ssize_t))
@@ -99,20 +125,7 @@ cdef bint _open_spans(const Py_ssize_t *given, Py_ssize_t *spans, const kv_membe
 
 
 cdef bint _open_tree(const Py_ssize_t *parents, uint64_t *ancestors, const kv_member *member, kv_refusal *refusal) noexcept nogil:
-    cdef Py_ssize_t i, newest
-    if member.num_drafts == 0:
-        return True
-    if member.num_spans:
-        return refuse(refusal, VALUE, b"parents{at} need causal=True and spans=None for their sequence: a draft sees its ancestors "
-                      b"alone")
-    if member.num_drafts > min(member.num_queries, <Py_ssize_t>MOST_DRAFTS):
-        return refuse(refusal, VALUE, b"parents{at} must have at most {0} drafts, and no more than the {1} tokens of q, got {2}",
-                      MOST_DRAFTS, member.num_queries, member.num_drafts)
-    if member.num_segments:
-        newest = member.length - member.segments[member.num_segments - 1].start
-        if member.num_drafts > newest:
-            return refuse(refusal, VALUE, b"parents{at} must have at most {0} drafts, as many tokens as were appended since the last "
-                          b"splice, got {1}", newest, member.num_drafts)
+    cdef Py_ssize_t i
     for i in range(member.num_drafts):
         if not -1 <= parents[i] < i:
             return refuse(refusal, VALUE, b"parents{at} must be -1 or a draft before its child, got {0} for draft {1}", parents[i], i)

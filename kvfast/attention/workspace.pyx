@@ -52,6 +52,8 @@ cdef void _release_all(kv_workspace *workspace) noexcept nogil:
 
 
 cdef void *reserve(kv_workspace *workspace, int which, Py_ssize_t nbytes) noexcept nogil:
+    if nbytes < 0:  # more than can be counted
+        return NULL
     if nbytes > workspace.sizes[which] or workspace.data[which] == NULL:
         release(workspace, which)
         workspace.data[which] = kv_take_lines(nbytes)

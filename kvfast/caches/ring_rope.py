@@ -37,22 +37,28 @@ class RingRope:
 
     def of_queries(self, storage, layer, q, options):
         """Queries for the window, queries for the sink tokens, or None if they are the same, and the layer length that they were made for."""
-        if options.get("attention_chunk_size") is not None:
-            raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
-        if options.get("parents") is not None:
-            raise ValueError("parents must be None in a ring with a rope, which has rotated each draft for its row")
         n, length = _num_tokens(q), storage.layer_length(layer)
+        window = self.checked_window(layer, options)
         first = max(0, length - n)
         at_window = rotated(q, *self._tables(first, n), self._interleaved)
-        window, num_sink_tokens = options.get("sliding_window"), options.get("num_sink_tokens")
-        window = self._windows[layer] if window is None else check_size(window, "sliding_window", 1)
+        num_sink_tokens = options.get("num_sink_tokens")
         num_sink_tokens = self._num_sink_tokens if num_sink_tokens is None else check_size(num_sink_tokens, "num_sink_tokens", 0)
-        if options.get("spans") is not None and window is not None and not options.get("clamp_spans"):
-            _check_spans(options["spans"], window)
         if window is None or not num_sink_tokens or length <= window:
             return at_window, None, length
         # The last position in a cache that holds the sink tokens and the window up to the query.
         return at_window, rotated(q, *self._tables(first, n, num_sink_tokens + window - 1), self._interleaved), length
+
+    def checked_window(self, layer, options):
+        """The window of a call; ValueError for what a ring cannot show whose rows were rotated."""
+        if options.get("attention_chunk_size") is not None:
+            raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
+        if options.get("parents") is not None:
+            raise ValueError("parents must be None in a ring with a rope, which has rotated each draft for its row")
+        window = options.get("sliding_window")
+        window = self._windows[layer] if window is None else check_size(window, "sliding_window", 1)
+        if options.get("spans") is not None and window is not None and not options.get("clamp_spans"):
+            _check_spans(options["spans"], window)
+        return window
 
 
 def _num_tokens(array):
@@ -65,7 +71,7 @@ def _num_tokens(array):
 
 
 def _check_spans(spans, window):
-    """Refuse spans that reach before the window of a query, whose sink tokens lie directly before it. What is wrong otherwise is told later."""
+    """Refuse spans that reach before the window of a query, whose sink tokens lie directly before it. Other wrong spans are told later."""
     spans = as_array(spans, "spans")
     longest = int(np.diff(spans).max()) if spans.ndim == 2 and spans.shape[1] == 2 and spans.dtype.kind in "iu" and len(spans) else 0
     if longest > window:

@@ -257,7 +257,7 @@ class SequenceCache(StorageProperties):
         dtype : str or dtype
             dtype of the queries, if `q` is not an array.
         **options
-            As in `attend`.
+            As in `attend`. `out` is not looked at.
 
         Returns
         -------
@@ -278,6 +278,8 @@ class SequenceCache(StorageProperties):
         >>> plan.kernels, plan.num_tasks, plan.bytes_read
         (('scores_int8', 'accumulate_int8'), 8, 8650752)
         """
+        if self._rope is not None and self._storage.layer_length(layer):
+            self._rope.checked_window(layer, options)
         return self._storage.explain(layer, q, num_q_heads, dtype, options)
 
     def k(self, layer: int) -> NDArray[np.float32]:

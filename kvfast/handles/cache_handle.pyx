@@ -60,7 +60,10 @@ cdef class CacheHandle(Handle):
         return (<BlockTable>self.tables[layer]).lengths[self.layers[layer]] + self.storage.base
 
     cdef int freed(self) noexcept with gil:
-        return self.failed(ValueError("this sequence has been freed: its handle can only be closed"))
+        try:
+            raise ValueError("this sequence has been freed: its handle can only be closed")
+        except BaseException as error:
+            return self.failed(error)
 
     cdef int append(self, int layer, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
         cdef bint done = False

@@ -43,6 +43,7 @@ cdef class Handle:
                     Py_ssize_t num_prefixes) noexcept nogil
     cdef int end(self, kv_plan *plan) noexcept with gil
     cdef int refused(self, const kv_c_call *call) noexcept with gil
+    cdef int wrong_rows(self, const kv_c_call *call) noexcept with gil
     cdef int no_layer(self, int layer, Py_ssize_t num_layers) noexcept with gil
     cdef int failed(self, object error) noexcept
 

@@ -20,6 +20,7 @@ from kvfast.storage.tables.block_table cimport BlockTable
 
 cdef extern from "Python.h" nogil:
     Py_ssize_t PyList_GET_SIZE(void *list)
+    int PyGILState_Check()
 
 
 cdef class Handle:
@@ -80,8 +81,7 @@ cdef class Handle:
         cdef kv_request *request = &call.request
         memset(request, 0, sizeof(kv_request))
         if not convert(call.q, &request.q) or not convert(call.out, &request.out):
-            with gil:
-                return self.failed(unfit(call.q, "q") if request.q.data == NULL else unfit(call.out, "out"))
+            return self.wrong_rows(call)
         split_queries(layout, request)
         request.options = call.options[0]
         if request.options.scale == 0:
@@ -105,8 +105,9 @@ cdef class Handle:
         cdef int code = KVFAST_OK
         cdef bint done
         open_plan(&plan, &self.pool.workspace.c)
-        done = plan_of(&plan, &call.request, layout, members, count, prefixes, num_prefixes) and run(&plan)
-        if plan.team.watch != NULL or LOGS:
+        done = (plan_of(&plan, &call.request, layout, members, count, prefixes, num_prefixes)
+                and run(&plan, PyGILState_Check()))  # a thread that must wait for the GIL may be what its owner waits for
+        if (plan.team.watch != NULL and plan.team.watch.is_stopped) or (done and LOGS):
             code = self.end(&plan)
         if not done and code == KVFAST_OK:
             call.refusal = plan.refusal
@@ -128,6 +129,12 @@ cdef class Handle:
             request = Request.__new__(Request)
             request.c, request.of = call.request, f"layer {call.layer}"
             raise_refusal(&call.refusal, request)
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef int wrong_rows(self, const kv_c_call *call) noexcept with gil:
+        try:
+            raise unfit(call.q, "q") if call.request.q.data == NULL else unfit(call.out, "out")
         except BaseException as error:
             return self.failed(error)
 

@@ -249,6 +249,18 @@ def test_who_owns_what(c, rng):
     assert pool.num_sequences == 0 and pool.num_free_blocks == 60 and sys.getrefcount(pool) == references
 
 
+def test_a_long_call_of_another_thread_needs_no_gil(extension, c, rng):
+    """It cannot look for Ctrl-C: who holds the GIL may wait for its end."""
+    pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=1600, dtype="int8")
+    sequence, k = pool.new_sequence(), rng.standard_normal((100_000, 2, 64), np.float32)
+    for layer in range(2):
+        sequence.append(layer, k, k)
+    sequence.advance(len(k))
+    one, out = k[:1], np.zeros((1, 2, 64), np.float32)
+    assert extension("runtime_in_c").held_meanwhile(pool, (sequence,), 2, one, one, one, out, 20.0) == (0, 1)
+    assert np.array_equal(out, sequence.attend(1, one))
+
+
 def test_a_step_of_a_batch_needs_no_gil(extension, c, rng):
     pool = POOLS["int8"]()
     sequences, k = tuple(pool.new_sequence() for _ in range(3)), rng.standard_normal((3, 2, 64), np.float32)

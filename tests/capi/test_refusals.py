@@ -96,6 +96,11 @@ OPTIONS = [
     ({"num_spans": 2}, "spans must point to num_spans of them, got 2 and NULL"),
     ({"num_spans": -1}, "spans must point to num_spans of them, got -1 and NULL"),
     ({"num_parents": 1}, "parents must point to num_parents of them, got 1 and NULL"),
+    # More than there can be are refused before memory is taken for them.
+    *[(SPANS | {"num_spans": many}, "spans must point to num_spans of them, got .* and an address") for many in (2**60, 2**63 - 1)],
+    (SPANS | {"num_spans": 10**9}, r"spans(\[0\])? must not overlap, got 1000000000 of them in 20 tokens"),
+    ({"parents": ONE, "num_parents": 10**9}, r"parents(\[0\])? must have at most 64 drafts, .* got 1000000000"),
+    *[({"chosen": ONE, "num_chosen": many}, "chosen must point to num_chosen aligned positions") for many in (2**60, 2**63 - 1)],
 ]
 
 

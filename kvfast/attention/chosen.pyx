@@ -12,10 +12,7 @@ from kvfast.attention.tasks cimport (KV_CODES, KV_DECODED_KEYS, KV_NUM_KINDS, KV
 from kvfast.attention.workspace cimport CHOSEN, kv_workspace, reserve
 from kvfast.codec.blocks cimport init_side, kv_layout
 from kvfast.core.kernels cimport KV_FLOAT32, kv_side
-from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE
-
-cdef enum:
-    MOST_CHOSEN = 1 << 40      # positions of all queries: their bytes are counted in 64 bits
+from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_MAX_TOKENS
 
 cdef int _LANE_SHIFT = <int>((<object>KV_LANES).bit_length() - 1)
 
@@ -70,7 +67,7 @@ cdef bint open_chosen(kv_chosen *chosen, const kv_call *call, kv_workspace *work
     memset(chosen, 0, sizeof(kv_chosen))
     chosen.heads = heads = max(options.chosen_heads, 1)
     rows = call.num_queries * heads
-    if <double>tokens * heads * k * run > MOST_CHOSEN:
+    if <double>tokens * heads * k * run > KV_MAX_TOKENS:  # their bytes are counted in 64 bits
         return no_memory(refusal)
     chosen.positions = <int64_t *>reserve(workspace, CHOSEN, (tokens * heads * k * run + 2 * rows + k) * sizeof(int64_t))
     if chosen.positions == NULL:

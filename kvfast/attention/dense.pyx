@@ -81,8 +81,7 @@ def attention(q, k, v, **options):
     slab.v = <intptr_t>values.rows.data - <intptr_t>keys.rows.data
     slab.k_head_stride, slab.v_head_stride = keys.rows.head_stride, values.rows.head_stride
     layout.base = keys.rows.data
-    request = open_request(&layout, q, options)
-    request.of = "k and v"
+    request = open_request(&layout, q, options, "k and v")
     check_apart(&request.c.out, &given_keys.rows, "k")
     check_apart(&request.c.out, &given_values.rows, "v")
     member.context.length = member.length = keys.rows.tokens

@@ -13,9 +13,10 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.cuts cimport choose_tile, work_of
 from kvfast.attention.source cimport open_rows as find_rows
+from kvfast.attention.sight cimport kv_member
 from kvfast.attention.tasks cimport kv_call, kv_given, kv_item, kv_keys, kv_own, kv_query, kv_task
 from kvfast.attention.tiles cimport add_scores, load
-from kvfast.codec.blocks cimport kv_context, kv_layout
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.core.arrays cimport Rows, check_finite
 from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport kv_watch
@@ -48,13 +49,12 @@ ctypedef struct kv_ranking:
     int64_t *best              # (queries, k)
 
 
-cdef object best_positions(const kv_layout *layout, const kv_context *contexts, const int32_t[::1] starts, Rows rows, object weights,
-                           object k, object num_threads):
-    """The `k` best of the positions that the last tokens of each context see; see `MLAKVCache.top_k`. Context i has the queries from
-    starts[i] to starts[i + 1], and at least as many tokens."""
+cdef object best_positions(const kv_layout *layout, const kv_member *members, Py_ssize_t count, Rows rows, object weights, object k,
+                           object num_threads):
+    """The `k` best of the positions that the last tokens of each sequence see; see `MLAKVCache.top_k`."""
     cdef kv_ranking ranking
     cdef kv_team team
-    cdef Py_ssize_t tokens = rows.rows.tokens, count = starts.shape[0] - 1, turn, i
+    cdef Py_ssize_t tokens = rows.rows.tokens, turn, i
     cdef double work = 0
     cdef const float[:, ::1] of_heads
     cdef int64_t[:, ::1] best
@@ -81,9 +81,11 @@ cdef object best_positions(const kv_layout *layout, const kv_context *contexts, 
     keys = <kv_keys *>(ranking.call.items + count)
     item_of = np.empty(tokens, np.int32)
     for i in range(count):
-        keys[i].context, ranking.call.items[i].keys = contexts[i], &keys[i]
-        _ask(&ranking, ranking.call.items + i, &item_of[0], <int32_t>i, starts[i], starts[i + 1] - starts[i])
-        work += <double>work_of(layout, contexts[i].length) * (starts[i + 1] - starts[i])
+        if members[i].num_queries > members[i].length:
+            raise ValueError(f"sequence {i} of the batch holds {members[i].length} tokens, and q {members[i].num_queries} of them")
+        keys[i].context, ranking.call.items[i].keys = members[i].context, &keys[i]
+        _ask(&ranking, ranking.call.items + i, &item_of[0], <int32_t>i, members[i].first_query, members[i].num_queries)
+        work += <double>work_of(layout, members[i].length) * members[i].num_queries
     result = best = np.full((tokens, ranking.k), -1, np.int64)
     turn = max(<Py_ssize_t>1, min(tokens, MOST_SCORES // ranking.longest))
     scores = np.empty((turn, ranking.longest), np.float32)

@@ -27,13 +27,13 @@ cdef class Request:
     cdef int num_kv_heads
     cdef list arrays
     cdef str of                # what the queries read, in texts
-    cdef void read_as(self, int precision) noexcept
 
 
 cdef float default_scale(const kv_layout *layout) noexcept nogil
 cdef void split_queries(const kv_layout *layout, kv_request *request) noexcept nogil
 cdef bint fits(const kv_request *request, const kv_layout *layout, kv_refusal *refusal) noexcept nogil
 cdef bint has_finite_queries(const kv_request *request, kv_refusal *refusal) noexcept nogil
-cdef Request open_request(const kv_layout *layout, object q, dict options, object sink_q=*, Py_ssize_t num_sequences=*)
+cdef Request open_request(const kv_layout *layout, object q, dict options, str of, int precision=*, object sink_q=*,
+                          Py_ssize_t num_sequences=*)
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_layout *layout)
 cdef int raise_refusal(const kv_refusal *refusal, Request request) except -1

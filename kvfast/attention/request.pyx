@@ -23,6 +23,7 @@ from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, UNSET, parse_precision
 from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
 from kvfast.core.threads cimport most_threads
 
+from kvfast.attention.options import AttendOptions
 from kvfast.core.interchange import as_array
 from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -182,8 +183,10 @@ cdef Rows _open_queries(const kv_layout *layout, object q):
     return open_rows(q, "q", False, (1 + layout.latent) * KV_MAX_HEAD_DIM)
 
 
-cdef Request open_request(const kv_layout *layout, object q, dict options, object sink_q=None, Py_ssize_t num_sequences=-1):
-    """Check the arguments of a call on a layout: its queries and `AttendOptions`.
+cdef Request open_request(const kv_layout *layout, object q, dict options, str of, int precision=UNSET, object sink_q=None,
+                          Py_ssize_t num_sequences=-1):
+    """Check the arguments of a call on a layout: its queries and `AttendOptions`. `of`: what it reads, for texts; `precision`: that of
+    calls that name none.
 
     `q` has the shape (tokens, heads, head_dim), with the rotary part for latent rows; for `explain`, it is `imagined_rows`. `sink_q`
     are the queries for the sink tokens. `num_sequences`: those of a batch.
@@ -194,12 +197,12 @@ cdef Request open_request(const kv_layout *layout, object q, dict options, objec
     cdef bint wants_sums = False
     cdef float[:, ::1] lse_view
     memset(c, 0, sizeof(kv_request))
-    self.q, self.arrays, self.of = _open_queries(layout, q), [], "the keys"
+    self.q, self.arrays, self.of = _open_queries(layout, q), [], of
     c.q, c.is_batch, self.num_kv_heads = self.q.rows, num_sequences >= 0, layout.num_kv_heads
     split_queries(layout, c)
     if not _fits_q(c, layout, &refusal):
         raise_refusal(&refusal, self)
-    c.options.scale = default_scale(layout)
+    c.options.scale, c.options.precision = default_scale(layout), precision
     for name, value in options.items():
         if name == "return_lse":
             wants_sums = check_flag(value, "return_lse")
@@ -227,13 +230,6 @@ cdef Request open_request(const kv_layout *layout, object q, dict options, objec
     return self
 
 
-cdef class Request:
-    cdef void read_as(self, int precision) noexcept:
-        """Take the precision of a cache, unless the call names one."""
-        if self.c.options.precision == UNSET:
-            self.c.options.precision = precision
-
-
 cdef int _check_queries(Request self) except -1:
     """Refuse queries that are not finite, and say where."""
     cdef Rows part = Rows.__new__(Rows)
@@ -253,7 +249,7 @@ cdef int _check_out(Request self) except -1:
 
 
 cdef int _set_option(Request self, str name, object value, Py_ssize_t num_sequences) except -1:
-    """Set an option from its keyword. Each has a default in the struct, which None keeps where the option has no value by default."""
+    """Set an option from its keyword. None keeps its default, but of truth values and of numbers that have a value by default."""
     cdef kvfast_options *o = &self.c.options
     if name == "causal":
         o.not_causal = not check_flag(value, "causal")
@@ -263,9 +259,7 @@ cdef int _set_option(Request self, str name, object value, Py_ssize_t num_sequen
         o.num_splits = check_count(value, "num_splits", 0, MOST_SPLITS)
     elif name == "chosen_run":
         o.chosen_run = <int>min(check_count(value, "chosen_run", 1), <Py_ssize_t>KV_MAX_TOKENS)
-    elif name not in _OPTIONS:
-        raise TypeError(f"attend takes no option {shown(name)}: see AttendOptions")
-    elif value is None:
+    elif value is None and name in AttendOptions.__optional_keys__:
         return 0
     elif name == "out":
         self.out = value
@@ -292,14 +286,11 @@ cdef int _set_option(Request self, str name, object value, Py_ssize_t num_sequen
         _set_chosen(self, value)
     elif name == "spans":
         o.spans = _integers_of(self, value, "spans", 2, num_sequences, &o.num_spans, &self.c.span_counts)
-    else:
+    elif name == "parents":
         o.parents = _integers_of(self, value, "parents", 1, num_sequences, &o.num_parents, &self.c.parent_counts)
+    else:
+        raise TypeError(f"attend takes no option {shown(name)}: see AttendOptions")
     return 0
-
-
-cdef frozenset _OPTIONS = frozenset((
-    "out", "num_threads", "scale", "precision", "sliding_window", "num_sink_tokens", "attention_chunk_size", "softcap", "sinks",
-    "alibi_slopes", "chosen", "spans", "parents"))
 
 
 cdef const float *_floats_of(Request self, object array) except? NULL:

@@ -131,7 +131,7 @@ ctypedef struct kv_given:
     Py_ssize_t decoded_size    # elements of a tile
     const kv_chosen *chosen    # or NULL: queries see ranges of positions
     int *bad                   # set when a row of the output is not finite
-    kv_traffic *traffic        # where `explain_plan` counts, else NULL
+    kv_traffic *traffic        # where `explain` counts, else NULL
     kv_watch *watch            # or NULL
 
 

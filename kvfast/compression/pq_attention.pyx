@@ -114,5 +114,5 @@ def attend(q, const Py_ssize_t[::1] visible, PQCodes keys, PQCodes values, doubl
     slab.k_head_stride = slab.v_head_stride = keys.c.head_bytes
     member.context.length = member.length = keys._codes.shape[1]
     member.num_queries, member.stops, member.is_foreign = visible.shape[0], &visible[0], True
-    request = open_request(&layout, q, {"scale": scale, "causal": False, "return_lse": True, "num_threads": num_threads})
+    request = open_request(&layout, q, {"scale": scale, "causal": False, "return_lse": True, "num_threads": num_threads}, "the codes")
     return answer(request, &layout, Workspace(), &member, 1)

@@ -11,9 +11,9 @@ from kvfast.codec.encode cimport WRITTEN, encode_rows, work_of
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.handles.arguments cimport ids_of
-from kvfast.handles.handle cimport Handle, add_tokens, kv_c_call, next_slots
+from kvfast.handles.handle cimport Handle, kv_c_call, next_slots
 from kvfast.handles.header cimport KVFAST_OK, kvfast_cache, kvfast_options, kvfast_rows, kvfast_snapshot
-from kvfast.storage.sequences.segments cimport close_members
+from kvfast.storage.sequences.segments cimport free_segments
 from kvfast.storage.sequences.sequence cimport describe, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 
@@ -96,7 +96,7 @@ cdef class CacheHandle(Handle):
         if (not next_slots(table, layer, keys.tokens, slots)
                 or encode_rows(layout, &keys, &values, NULL, slots, True, False, &team) != WRITTEN):
             return False
-        add_tokens(table, layer, keys.tokens)
+        table.lengths[layer] += keys.tokens
         return True
 
     cdef int attend(self, int layer, const kvfast_rows *q, const kvfast_options *options, const kvfast_rows *out) noexcept nogil:
@@ -110,7 +110,7 @@ cdef class CacheHandle(Handle):
         if code == KVFAST_OK:
             memset(&member, 0, sizeof(member))
             code = self.read_layer(&call, <BlockTable>self.tables[layer], self.layers[layer], &member)
-            close_members(&member, 1)
+            free_segments(&member, 1)
             self.leave_reading()
         return code
 

@@ -49,4 +49,3 @@ cdef class Handle:
 
 
 cdef bint next_slots(BlockTable table, Py_ssize_t layer, Py_ssize_t n, int64_t *slots) noexcept nogil
-cdef void add_tokens(BlockTable table, Py_ssize_t layer, Py_ssize_t n) noexcept nogil

@@ -158,7 +158,3 @@ cdef bint next_slots(BlockTable table, Py_ssize_t layer, Py_ssize_t n, int64_t *
     for i in range(n):
         slots[i] = table.map.slot(first + i)
     return True
-
-
-cdef void add_tokens(BlockTable table, Py_ssize_t layer, Py_ssize_t n) noexcept nogil:
-    table.lengths[layer] += n

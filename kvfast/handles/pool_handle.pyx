@@ -16,11 +16,11 @@ from kvfast.core.checks cimport check_layer
 from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.handles.arguments cimport ids_of
 from kvfast.handles.cache_handle cimport CacheHandle, pointer_to
-from kvfast.handles.handle cimport Handle, add_tokens, kv_c_call, next_slots
+from kvfast.handles.handle cimport Handle, kv_c_call, next_slots
 from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.memory.buffer_layers cimport clean_slots
-from kvfast.storage.sequences.segments cimport close_members
+from kvfast.storage.sequences.segments cimport free_segments
 from kvfast.storage.sequences.sequence cimport describe, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
@@ -39,6 +39,10 @@ cdef enum:
 cdef inline Py_ssize_t _start(const kvfast_batch *batch, Py_ssize_t i) noexcept nogil:
     """The first row of sequence i."""
     return i if batch.starts == NULL else batch.starts[i]
+
+
+cdef inline void _add_tokens(BlockTable table, Py_ssize_t layer, Py_ssize_t n) noexcept nogil:
+    table.lengths[layer] += n
 
 
 cdef class PoolHandle(Handle):
@@ -180,7 +184,7 @@ cdef class PoolHandle(Handle):
         if encode_rows(self.pool.layouts + layer, k, v, NULL, slots, False, False, &team) != WRITTEN:
             return False
         for i in range(batch.num_sequences):
-            add_tokens(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i))
+            _add_tokens(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], layer, _start(batch, i + 1) - _start(batch, i))
         return True
 
     cdef bint write_in_place(self, Py_ssize_t layer, const int64_t *slots, const kv_rows *k, const kv_rows *v) noexcept nogil:
@@ -250,7 +254,7 @@ cdef class PoolHandle(Handle):
         if code == KVFAST_OK:
             code = self.read_batch(&call, batch, members)
         if members != NULL:
-            close_members(members, batch.num_sequences)
+            free_segments(members, batch.num_sequences)
             free(members)
         if keepalive != NULL:
             _drop(keepalive)
@@ -303,7 +307,8 @@ cdef class PoolHandle(Handle):
             else:
                 storages = [(<CacheHandle>batch.sequences[i]).storage for i in range(batch.num_sequences)]
             starts = np.array([_start(batch, i) for i in range(batch.num_sequences + 1)], np.int64)
-            prepared = self.batches.fill(members, call.layer, &call.request, storages, table, lengths, starts)
+            prepared = self.batches.fill(members, call.layer, call.request.q.tokens, call.request.options.sliding_window,
+                                         call.request.options.num_sink_tokens, storages, table, lengths, starts)
             if prepared is not None:
                 Py_INCREF(prepared)
                 keepalive[0] = <void *>prepared

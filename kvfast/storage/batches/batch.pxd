@@ -1,5 +1,4 @@
 """The sequences of a pool, and batches over them or over the blocks of another scheduler."""
-from kvfast.attention.request cimport kv_request
 from kvfast.attention.sight cimport kv_member
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.batches.scheduler_blocks cimport SchedulerBlocks
@@ -29,5 +28,5 @@ cdef class PagedBatches:
                                  Py_ssize_t window, Py_ssize_t num_sink_tokens)
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
     cdef object _check_batch(self, list storages, object block_table, object seq_lens)
-    cdef PreparedBatch fill(self, kv_member *members, Py_ssize_t layer, const kv_request *request, list storages, object block_table,
-                            object seq_lens, object cu_seqlens_q)
+    cdef PreparedBatch fill(self, kv_member *members, Py_ssize_t layer, Py_ssize_t num_tokens, Py_ssize_t window,
+                            Py_ssize_t num_sink_tokens, list storages, object block_table, object seq_lens, object cu_seqlens_q)

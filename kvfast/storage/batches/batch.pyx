@@ -9,10 +9,10 @@ from libc.stdlib cimport calloc, free, malloc
 from kvfast.attention.cascade cimport find_prefixes, free_prefixes, gains_nothing, kv_prefixes, set_shareable
 from kvfast.attention.indexer cimport best_positions
 from kvfast.attention.refusals cimport kv_refusal
-from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request, raise_refusal
+from kvfast.attention.request cimport Request, imagined_rows, open_request, raise_refusal
 from kvfast.attention.run cimport answer
 from kvfast.attention.sight cimport kv_member
-from kvfast.codec.blocks cimport kv_context, kv_layout
+from kvfast.codec.blocks cimport kv_layout
 from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, open_tokens, storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_rows
@@ -22,7 +22,7 @@ from kvfast.storage.batches.prepared_batch cimport PreparedBatch, checked_starts
 from kvfast.storage.batches.scheduler_blocks cimport SchedulerBlocks
 from kvfast.storage.memory.buffer_layers cimport clean_slots
 from kvfast.storage.memory.prefix_index cimport PrefixIndex
-from kvfast.storage.sequences.segments cimport close_members
+from kvfast.storage.sequences.segments cimport free_segments
 from kvfast.storage.sequences.sequence cimport SequenceStorage, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
@@ -419,14 +419,14 @@ cdef class PagedBatches:
         try:
             seq_lens = self._check_batch(storages, block_table, seq_lens)
             count = _count(storages, block_table, seq_lens)
-            request = open_request(layout, q, options, None, count)
-            request.read_as(self.reads_as)
+            request = open_request(layout, q, options, "the batch", self.reads_as, None, count)
             if not fit_window(self.kind, &request.c, &refusal):
                 raise_refusal(&refusal, request)
             members = <kv_member *>calloc(count, sizeof(kv_member))
             if members == NULL:
                 raise MemoryError("cannot allocate the working memory of a batch")
-            batch = self.fill(members, number, &request.c, storages, block_table, seq_lens, cu_seqlens_q)
+            batch = self.fill(members, number, request.c.q.tokens, request.c.options.sliding_window, request.c.options.num_sink_tokens,
+                              storages, block_table, seq_lens, cu_seqlens_q)
             if not check_flag(cascade, "cascade") or gains_nothing(&request.c, layout, count):
                 pass
             elif batch is not None and batch.prefixes != NULL:
@@ -437,7 +437,7 @@ cdef class PagedBatches:
                           str(self.pool.formats[number]) if request.c.q.data == NULL else None)
         finally:
             free_prefixes(&found)
-            close_members(members, count if members != NULL else 0)
+            free_segments(members, count if members != NULL else 0)
             free(members)
             self.pool.leave_reading()
 
@@ -447,21 +447,20 @@ cdef class PagedBatches:
         q = imagined_rows(q, num_q_heads, dtype, &self.pool.layouts[number])
         return self.attend_batch(layer, q, storages, block_table, seq_lens, cu_seqlens_q, options, cascade)
 
-    cdef PreparedBatch fill(self, kv_member *members, Py_ssize_t layer, const kv_request *request, list storages, object block_table,
-                            object seq_lens, object cu_seqlens_q):
-        """Describe the sequences of a batch to attention. Returns the batch of another scheduler, or None; `close_members` frees the
+    cdef PreparedBatch fill(self, kv_member *members, Py_ssize_t layer, Py_ssize_t num_tokens, Py_ssize_t window,
+                            Py_ssize_t num_sink_tokens, list storages, object block_table, object seq_lens, object cu_seqlens_q):
+        """Describe the sequences of a batch to attention. Returns the batch of another scheduler, or None; `free_segments` frees the
         rest."""
         cdef Py_ssize_t i
         cdef PreparedBatch batch
         cdef const int32_t[::1] starts
         cdef SequenceStorage storage
         if storages is None:
-            batch = self._batch_of(block_table, seq_lens, cu_seqlens_q, request.q.tokens,
-                                   request.options.sliding_window if isinstance(self.kind, RingTable) else 0,
-                                   request.options.num_sink_tokens)
+            batch = self._batch_of(block_table, seq_lens, cu_seqlens_q, num_tokens, window if isinstance(self.kind, RingTable) else 0,
+                                   num_sink_tokens)
             batch.fill(members, self.pool.layouts[layer].rule)
             return batch
-        starts = checked_starts(cu_seqlens_q, len(storages), request.q.tokens)
+        starts = checked_starts(cu_seqlens_q, len(storages), num_tokens)
         for i, storage in enumerate(storages):
             storage.fill(storage.tables[0], layer, layer, members + i)
             members[i].first_query, members[i].num_queries = starts[i], starts[i + 1] - starts[i]
@@ -500,37 +499,20 @@ cdef class PagedBatches:
 
     def top_k_batch(self, layer, q, weights, k, list storages, block_table, seq_lens, cu_seqlens_q, num_threads):
         """The best positions of an indexer, in each sequence of a ragged batch; see `attend_batch`."""
-        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers), i, count
+        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers), count
         cdef Rows rows = open_rows(q, "q")
-        cdef const int32_t[::1] starts
         cdef uint8_t[::1] memory
         cdef kv_member *members
-        cdef kv_context *contexts
-        cdef PreparedBatch batch = None
         self.pool.enter_reading()
         try:
             seq_lens = self._check_batch(storages, block_table, seq_lens)
             count = _count(storages, block_table, seq_lens)
-            memory = np.zeros(count * (sizeof(kv_member) + sizeof(kv_context)), np.uint8)
+            memory = np.zeros(count * sizeof(kv_member), np.uint8)
             members = <kv_member *>&memory[0]
-            contexts = <kv_context *>(members + count)
-            if storages is None:
-                batch = self._batch_of(block_table, seq_lens, cu_seqlens_q, rows.rows.tokens, 0, 0)
-                batch.fill(members, self.pool.layouts[number].rule)
-                starts = batch.starts
-            else:
-                starts = checked_starts(cu_seqlens_q, count, rows.rows.tokens)
+            _owner = self.fill(members, number, rows.rows.tokens, 0, 0, storages, block_table, seq_lens, cu_seqlens_q)
             if rows.rows.tokens == 0:
                 raise ValueError("q must hold at least one token")
-            for i in range(count):
-                if batch is not None:
-                    contexts[i] = members[i].context
-                else:
-                    (<BlockTable>(<SequenceStorage>storages[i]).tables[0]).context(number, contexts + i)
-                if starts[i + 1] - starts[i] > contexts[i].length:
-                    raise ValueError(f"sequence {i} of the batch holds {contexts[i].length} tokens, and q {starts[i + 1] - starts[i]} "
-                                     f"of them")
-            return best_positions(&self.pool.layouts[number], contexts, starts, rows, weights, k, num_threads)
+            return best_positions(&self.pool.layouts[number], members, count, rows, weights, k, num_threads)
         finally:
             self.pool.leave_reading()
 

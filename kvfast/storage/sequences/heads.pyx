@@ -31,6 +31,10 @@ from kvfast.storage.tables.ring_table cimport RingTable
 from kvfast.errors import NonFiniteInputError
 
 cdef class Heads:
+    """A layout with some of the KV heads of another layout."""
+    cdef kv_layout layout
+    cdef kv_slab *slabs
+
     def __dealloc__(self):
         free(self.slabs)
 
@@ -239,8 +243,7 @@ def attend_heads(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, 
         if member.context.length == table.evicted:
             raise ValueError("the cache holds no tokens to attend to")
         part = heads_of(table.pool, head, count)
-        request = open_request(&part.layout, q, {"num_threads": num_threads})
-        request.c.options.precision = storage.reads_as
+        request = open_request(&part.layout, q, {"num_threads": num_threads}, "the cache", storage.reads_as)
         request.c.options.sliding_window = member.context.length - table.evicted
         member.length, member.num_queries = member.context.length, 1
         return answer(request, &part.layout, table.pool.workspace, &member, 1)

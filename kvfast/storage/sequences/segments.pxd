@@ -33,4 +33,4 @@ cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint v
 cdef object spliced_rows(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t index, Py_ssize_t layer, bint values)
 cdef int fill_segments(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t layer, Py_ssize_t index,
                        kv_member *member) except -1
-cdef void close_members(kv_member *members, Py_ssize_t count) noexcept nogil
+cdef void free_segments(kv_member *members, Py_ssize_t count) noexcept nogil

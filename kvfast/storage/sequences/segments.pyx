@@ -208,7 +208,7 @@ cdef object spliced_rows(list segments, BlockTable live, Py_ssize_t which, Py_ss
 cdef int fill_segments(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t layer, Py_ssize_t index,
                        kv_member *member) except -1:
     """Describe the segments of a layer to attention: `layer` of the tables number `which`, `live` for the newest tokens.
-    `close_members` frees the memory."""
+    `free_segments` frees the memory."""
     cdef kv_segment *one = <kv_segment *>calloc(len(segments), sizeof(kv_segment))
     cdef BlockTable table
     cdef Segment segment
@@ -226,7 +226,7 @@ cdef int fill_segments(list segments, BlockTable live, Py_ssize_t which, Py_ssiz
     return 0
 
 
-cdef void close_members(kv_member *members, Py_ssize_t count) noexcept nogil:
+cdef void free_segments(kv_member *members, Py_ssize_t count) noexcept nogil:
     cdef Py_ssize_t i
     for i in range(count):
         free(<void *>members[i].segments)

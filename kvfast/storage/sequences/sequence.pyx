@@ -11,14 +11,14 @@ from kvfast.attention.refusals cimport VALUE, kv_refusal, refuse
 from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request, raise_refusal
 from kvfast.attention.run cimport answer
 from kvfast.attention.sight cimport kv_member
-from kvfast.codec.blocks cimport kv_context, kv_layout, view_of
+from kvfast.codec.blocks cimport kv_layout, view_of
 from kvfast.codec.encode cimport open_tokens
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_rows
 from kvfast.core.checks cimport as_integer, check_count, check_layer
 from kvfast.core.kernels cimport KV_FLOAT32, kv_side, parse_precision
 from kvfast.storage.memory.pool cimport BlockPool
-from kvfast.storage.sequences.segments cimport (FrozenTables, Segment, blocks_of_copies, close_members, copied, cut, fill_segments,
+from kvfast.storage.sequences.segments cimport (FrozenTables, Segment, blocks_of_copies, free_segments, copied, cut, fill_segments,
                                                 frozen_of, narrowed, rows_at, spliced_rows)
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.copying cimport CopyPlan, blocks_for, clone_table, copy_table, plan_copy
@@ -184,9 +184,7 @@ cdef class SequenceStorage:
             held = table.lengths[layer] + self.base
             if made_for >= 0 and made_for != held:
                 raise RuntimeError(f"another thread has changed layer {index}: it held {made_for} tokens, and holds {held} now")
-            request = open_request(&table.pool.layouts[layer], q, options, sink_q)
-            request.of = f"layer {index}"
-            request.read_as(self.reads_as)
+            request = open_request(&table.pool.layouts[layer], q, options, f"layer {index}", self.reads_as, sink_q)
             if not fit_window(table, &request.c, &refusal):
                 raise_refusal(&refusal, request)
             self.fill(table, layer, check_layer(index, self.num_layers), &member)
@@ -194,11 +192,11 @@ cdef class SequenceStorage:
             return answer(request, &table.pool.layouts[layer], table.pool.workspace, &member, 1, NULL, 0, str(table.pool.formats[layer])
                           if request.c.q.data == NULL else None)
         finally:
-            close_members(&member, 1)
+            free_segments(&member, 1)
             self.leave_reading()
 
     cdef int fill(self, BlockTable table, Py_ssize_t layer, Py_ssize_t index, kv_member *member) except -1:
-        """Describe the tokens of a layer to attention, with their segments, which `close_members` frees."""
+        """Describe the tokens of a layer to attention, with their segments, which `free_segments` frees."""
         describe(table, layer, member)
         if self.segments is not None:
             member.length += self.base
@@ -210,17 +208,17 @@ cdef class SequenceStorage:
         """The best positions of an indexer, whose keys are the rows of a layer."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        cdef kv_context context
+        cdef kv_member member
         cdef Rows rows = open_rows(q, "q")
         self.enter_reading()
         try:
-            table.context(layer, &context)
-            if context.length == 0:
+            describe(table, layer, &member)
+            if member.length == 0:
                 raise ValueError(f"layer {index} holds no tokens to choose from")
-            if not 0 < rows.rows.tokens <= context.length:
-                raise ValueError(f"q must hold 1 to {context.length} tokens, as the layer has, got {rows.rows.tokens}")
-            starts = np.array([0, rows.rows.tokens], np.int32)
-            return best_positions(&table.pool.layouts[layer], &context, starts, rows, weights, k, num_threads)
+            if not 0 < rows.rows.tokens <= member.length:
+                raise ValueError(f"q must hold 1 to {member.length} tokens, as the layer has, got {rows.rows.tokens}")
+            member.first_query, member.num_queries = 0, rows.rows.tokens
+            return best_positions(&table.pool.layouts[layer], &member, 1, rows, weights, k, num_threads)
         finally:
             self.leave_reading()
 

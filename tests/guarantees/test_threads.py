@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -109,11 +110,7 @@ def test_distinct_caches_in_distinct_threads(rng):
         for _ in range(20):
             right[i] += np.array_equal(caches[i].attend(0, q), expected[i])
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    together(*[partial(work, i) for i in range(3)])
     assert right == [20] * 3
 
 
@@ -243,11 +240,7 @@ def test_threads_read_together(rng):
             except RuntimeError as error:
                 wrong.append(error)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    together(*[partial(work, i) for i in range(4)])
     assert wrong == []
 
 
@@ -382,11 +375,7 @@ def test_threads_with_sequences_of_one_pool(rng):
             insistently(i, sequences[i].advance, 10)
             insistently(i, sequences[i].attend, 0, q)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    together(*[partial(work, i) for i in range(4)])
     for i, sequence in enumerate(sequences):
         alone = kvfast.KVCache(1, 2, 32, dtype="int8")
         alone.append(0, *tokens[:, i])

@@ -67,8 +67,7 @@ class MLAKVCache(SequenceCache):
     part.
 
     The latent and the rotary part each have a scale if they are stored as integers. `truncate`, `snapshot`, `save` and the other
-    methods of a `KVCache` work here in the same way, with the same guarantees; `k` has
-    the latents, and `v` the rotary parts. `write`, `splice` and `drop` are for keys and values alone.
+    methods of a `KVCache` work here in the same way, with the same guarantees; `k` has the latents, and `v` the rotary parts. `write`, `splice` and `drop` are for keys and values alone.
 
     Examples
     --------

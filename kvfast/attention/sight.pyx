@@ -64,8 +64,10 @@ cdef bint open_sight(const kv_request *request, kv_workspace *workspace, kv_memb
     for i in range(count):
         member, number = members + i, i if request.is_batch else -1
         member.spans, member.ancestors, member.runs = spans + 2 * span, ancestors + draft, runs + draft * MOST_RUNS
-        if not (_open_spans(options.spans + 2 * span, spans + 2 * span, member, refusal)
-                and _open_tree(options.parents + draft, ancestors + draft, member, refusal)):
+        if member.num_spans and not _open_spans(options.spans + 2 * span, spans + 2 * span, member, refusal):
+            refusal.member = number
+            return False
+        if member.num_drafts and not _open_tree(options.parents + draft, ancestors + draft, member, refusal):
             refusal.member = number
             return False
         span += member.num_spans

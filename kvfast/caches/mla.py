@@ -97,6 +97,7 @@ class MLAKVCache(SequenceCache):
         settings = with_states(latent_settings(num_layers, latent_dim, rope_dim, dtype), max_state_bytes)
         self._open(settings, storage_of(settings, block_size, max_seq_len, secure, max_state_bytes))
 
+    # One array has both sides of a row, so this takes one less than for keys and values.
     def append(self, layer: int, latent: ArrayLike) -> None:  # type: ignore[override]
         """Append the rows of one or more tokens to a layer.
 

@@ -16,7 +16,7 @@ class RingRope:
     Parameters
     ----------
     settings : dict
-        Of a ring with a rope, see `kvfast.storage.settings`.
+        The settings of a ring with a rope, see `kvfast.storage.settings`.
     """
 
     __slots__ = ("_interleaved", "_num_sink_tokens", "_tables", "_windows")

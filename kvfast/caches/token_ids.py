@@ -14,13 +14,13 @@ class TokenIds:
     Parameters
     ----------
     storage : SequenceStorage
-        Of the sequence.
+        The storage of the sequence.
     index : PrefixIndex
-        Of its pool.
+        The known blocks of its pool.
     known_states : KnownCheckpoints, optional
-        Of a pool with recurrent states.
+        The known checkpoints of its pool, for models with recurrent layers.
     salt : bytes
-        Of the sequence. Without one, that of its tokens may be another: they may come from a tenant's snapshot or store.
+        The salt of the sequence. If it is empty, the tokens may have another one: they may come from a tenant's snapshot or store.
     """
 
     __slots__ = ("_digests", "_index", "_known_states", "_own_salt", "_storage", "ids", "salt")

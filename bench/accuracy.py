@@ -15,7 +15,7 @@ from simulated_cache import SimulatedCache
 
 import kvfast
 from kvfast import evaluation, llama
-from kvfast.cli.bench.json_file import write_json
+from kvfast.tools.cli.bench.json_file import write_json
 
 TEXTS = ("austen", "python", "german", "chinese")
 FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3", "int3", "int2")

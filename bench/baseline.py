@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvfast
-from kvfast.cli.bench.cases import LEAST_BYTES, LLAMA_3_8B, SMOLLM2_135M, Case
-from kvfast.cli.bench.command import ProgressBar
-from kvfast.cli.bench.json_file import write_json
-from kvfast.cli.bench.measure import default_threads, measure
-from kvfast.cli.bench.report import as_json
+from kvfast.tools.cli.bench.cases import LEAST_BYTES, LLAMA_3_8B, SMOLLM2_135M, Case
+from kvfast.tools.cli.bench.command import ProgressBar
+from kvfast.tools.cli.bench.json_file import write_json
+from kvfast.tools.cli.bench.measure import default_threads, measure
+from kvfast.tools.cli.bench.report import as_json
 
 FILE = Path(__file__).with_name("baseline.json")
 TOLERANCE = 0.15

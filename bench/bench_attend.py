@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast.cli.bench.cases import FORMATS, LLAMA_3_2_1B, LLAMA_3_8B, QWEN3_30B_A3B, SMOLLM2_135M, Case, query
+from kvfast.tools.cli.bench.cases import FORMATS, LLAMA_3_2_1B, LLAMA_3_8B, QWEN3_30B_A3B, SMOLLM2_135M, Case, query
 
 CENTRED = {
     "centred k8v4": kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, clip_search=True),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast.cli.bench.cases import LEAST_BYTES, LLAMA_3_8B, SMOLLM2_135M, decode, fill, filled, layers_of, query
-from kvfast.cli.bench.measure import interleaved, using_threads
+from kvfast.tools.cli.bench.cases import LEAST_BYTES, LLAMA_3_8B, SMOLLM2_135M, decode, fill, filled, layers_of, query
+from kvfast.tools.cli.bench.measure import interleaved, using_threads
 
 DTYPES = ["int8", "int4-plain", "float16"]
 NUM_SINK_TOKENS = 4

@@ -14,7 +14,7 @@ from itertools import cycle
 import numpy as np
 
 import kvfast
-from kvfast.cli.bench.measure import interleaved, using_threads
+from kvfast.tools.cli.bench.measure import interleaved, using_threads
 
 Q_HEADS, KV_HEADS, DIM, CHOSEN = 32, 4, 128, 2048
 CONTEXTS = [8192, 65536, 524288]

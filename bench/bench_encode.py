@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvfast.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M, Case
+from kvfast.tools.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M, Case
 
 FORMATS = ["int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "float32"]
 

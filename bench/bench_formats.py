@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 
 import kvfast
-from kvfast.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M, check_attention, decode, filled, layers_of, query
-from kvfast.cli.bench.measure import interleaved, using_threads
+from kvfast.tools.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M, check_attention, decode, filled, layers_of, query
+from kvfast.tools.cli.bench.measure import interleaved, using_threads
 
 FORMATS = {
     "int4": "int4",

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast.cli.bench.measure import interleaved, using_threads
 from kvfast.core.hardware import peak_rate, read_bandwidth
+from kvfast.tools.cli.bench.measure import interleaved, using_threads
 
 LATENT_DIM, ROPE_DIM, NUM_Q_HEADS, SCALE = 512, 64, 128, 192**-0.5
 DTYPES = ["int8", "int4", "bfloat16", "float32"]

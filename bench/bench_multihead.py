@@ -11,8 +11,8 @@ import pytest
 
 import kvfast
 from kvfast.caches.multi_head import MultiHeadConfig
-from kvfast.cli.bench.measure import using_threads
 from kvfast.core.hardware import read_bandwidth
+from kvfast.tools.cli.bench.measure import using_threads
 
 DIM = 128
 CASES = [(bits, "gaussian") for bits in (2, 3, 4, (5, 4), 5, 6, 7, 8)]

@@ -20,7 +20,7 @@ from bench_store import start_redis
 
 import kvfast
 from kvfast import llama
-from kvfast.llama.prompts import chat_prompts
+from kvfast.tools.llama.prompts import chat_prompts
 
 NEW_TOKENS = 16
 

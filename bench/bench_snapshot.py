@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M, filled
-from kvfast.cli.bench.measure import interleaved
+from kvfast.tools.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M, filled
+from kvfast.tools.cli.bench.measure import interleaved
 
 
 def write_plain(data, path):

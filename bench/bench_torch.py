@@ -6,7 +6,7 @@ from time import perf_counter
 import pytest
 
 import kvfast
-from kvfast.cli.bench.cases import SMOLLM2_135M
+from kvfast.tools.cli.bench.cases import SMOLLM2_135M
 
 torch = pytest.importorskip("torch")
 operators = pytest.importorskip("kvfast.torch")

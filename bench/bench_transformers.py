@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache, log
 
 import kvfast.transformers
 from kvfast import llama
-from kvfast.llama.prompts import chat_prompts
+from kvfast.tools.llama.prompts import chat_prompts
 
 STOCK, ALONE = "DynamicCache", "no context"
 AGREEMENT = ("float32", "int8", "int4")

@@ -85,7 +85,7 @@ def work(connection, name, folder, load_format, given, memory):
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would be the memory of all
     engine = Engine(folder, load_format, dtype, given, memory)
     if name == "no attention":
-        from kvfast.vllm.backend import KVFastImpl
+        from kvfast.engines.vllm.backend import KVFastImpl
 
         KVFastImpl.do_kv_cache_update = lambda *arguments, **options: None
         KVFastImpl.forward = lambda self, layer, query, key, value, kv_cache, attn_metadata, output, **options: output

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M
+from kvfast.tools.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M
 
 
 def in_numpy(qkv, model, cos, sin, weight):

@@ -4,7 +4,7 @@ import os
 import pytest
 
 import kvfast
-from kvfast.cli.bench.measure import Meter, using_threads
+from kvfast.tools.cli.bench.measure import Meter, using_threads
 
 collect_ignore = ["bench_transformers.py", "bench_vllm.py", "studies"]  # scripts, of packages that need not be there
 
@@ -44,7 +44,7 @@ def prepared(case):
 
 @pytest.fixture
 def run_case(benchmark, threads):
-    """Measure a `Case` of kvfast.cli.bench, and the machine before each round.
+    """Measure a `Case` of kvfast.tools.cli.bench, and the machine before each round.
 
     Absolute times mean nothing across machines: so records also have `bandwidth_fraction` and
     `compute_fraction`, the medians over the rounds of what the call did of what the machine did just before.

@@ -205,7 +205,7 @@ def main():
         print(*one.values(), sep="\t")
     if args.json:
         sys.path.insert(0, str(ROOT))
-        from kvfast.cli.bench.json_file import write_json
+        from kvfast.tools.cli.bench.json_file import write_json
 
         versions = [
             re.search(pattern, subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout)[1]

@@ -32,8 +32,8 @@ from contenders.process import Process
 from contenders.table import compared, tables
 
 import kvfast
-from kvfast.cli.bench.cases import MODELS, Model
-from kvfast.cli.bench.json_file import write_json
+from kvfast.tools.cli.bench.cases import MODELS, Model
+from kvfast.tools.cli.bench.json_file import write_json
 
 SHAPES = MODELS | {"MQA": Model("MQA", 1, 8, 1, 256)}
 REST = 0.03  # seconds between two runs, in which the threads of the last one stop spinning

@@ -16,8 +16,8 @@ import argparse
 import numpy as np
 
 import kvfast
-from kvfast.cli.bench.json_file import write_json
-from kvfast.cli.bench.measure import cpu_name
+from kvfast.tools.cli.bench.json_file import write_json
+from kvfast.tools.cli.bench.measure import cpu_name
 
 FORMATS = ("int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloat16", "float32")
 CODED = ("int2-plain", "int3-plain", "int4-plain", "int4", "int5", "int6", "k8v4", "int7", "int8-plain", "int8", "float16", "bfloat16")

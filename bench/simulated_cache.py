@@ -7,7 +7,7 @@ types of llama.cpp.
 import numpy as np
 
 import kvfast
-from kvfast import ggml
+from kvfast.engines.llama_cpp import ggml
 
 
 class SimulatedCache:

@@ -14,10 +14,10 @@ for tree in "$@"; do
 import sys
 from pathlib import Path
 
-from kvfast.llama_cpp.building import build_bundled
-from kvfast.llama_cpp.installed import bundled
+from kvfast.engines.llama_cpp.building import build_bundled
+from kvfast.engines.llama_cpp.installed import bundled
 
 source, tree = sys.argv[1:]
-build_bundled(source, Path(tree, "kvfast", "llama_cpp", bundled().name))
+build_bundled(source, Path(tree, "kvfast", "engines", "llama_cpp", bundled().name))
 END_OF_PROGRAM
 done

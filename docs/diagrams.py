@@ -21,21 +21,22 @@ WORDS = {
     "files": "bytes of blocks, header, safetensors",
     "caches": "KVCache, RingKVCache, PagedKVCache, MLAKVCache, Snapshot, ...",
     "compression": "low rank, product quantisation, hybrid",
-    "interop": "ggml, llama.cpp, GGUF",
     "prompts": "PromptCache, stores",
     "handles": "what C holds: a cache, a pool, rows and options",
     "capi": "kvfast.h for C and Cython",
     "planning": "plan, fidelity",
     "__init__": "import kvfast",
-    "evaluation": "perplexity, KL divergence, retrieval, calibration of a text, reports",
-    "llama": "the example runtime",
-    "llama_cpp": "a backend for llama.cpp",
-    "torch": "operators of PyTorch",
-    "transformers": "a cache for Hugging Face",
-    "vllm": "attention for vLLM",
-    "cli": "python -m kvfast, bench",
+    "engine": "the names that engines use besides",
+    "engines.llama_cpp": "a backend for llama.cpp, its states, its prompts",
+    "engines.torch": "operators of PyTorch",
+    "engines.transformers": "a cache for Hugging Face",
+    "engines.vllm": "attention and prompts for vLLM",
+    "tools.llama": "the example runtime",
+    "tools.evaluation": "perplexity, KL divergence, retrieval, reports",
+    "tools.cli": "python -m kvfast, bench",
 }
-DOORS = {"__main__"}  # not drawn: it only calls cli
+# Not drawn: maps, and modules that only name what others have.
+DOORS = {"__main__", "engines", "tools", "evaluation", "llama", "llama_cpp", "torch", "transformers", "vllm"}
 EDGE, INK = "#2f78bd", "#777777"  # which can be read on white and on a dark page
 
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from tables import load, tokens
 
 import kvfast
-from kvfast.cli.bench.cases import MODELS
+from kvfast.tools.cli.bench.cases import MODELS
 
 FOLDER = Path(__file__).parent / "pictures"
 MODEL = MODELS["Llama-3-8B"]

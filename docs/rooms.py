@@ -24,13 +24,14 @@ FLOORS = (
     ("files",),
     ("caches",),
     ("handles",),
-    ("capi", "compression", "interop", "prompts"),
+    ("capi", "compression", "prompts"),
     ("planning",),
     ("__init__",),  # the public names, which is what those above use
-    ("evaluation",),
-    ("torch",),
-    ("llama", "llama_cpp", "transformers", "vllm"),
-    ("cli",),
+    ("engine",),  # the names that engines use besides
+    ("engines.llama_cpp", "engines.torch", "engines.vllm", "tools.llama", "tools.evaluation"),
+    ("evaluation", "llama", "llama_cpp", "torch", "vllm"),  # faces: the public names of these rooms
+    ("engines.transformers", "tools.cli"),
+    ("engines", "tools", "transformers"),
     ("__main__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -16,7 +16,7 @@ from kvfast.attention.families import families
 from kvfast.codec.dtypes import ROWS
 
 import kvfast
-from kvfast.cli.bench.cases import MODELS
+from kvfast.tools.cli.bench.cases import MODELS
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"

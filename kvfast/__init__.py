@@ -56,7 +56,6 @@ from kvfast.errors import (
     NonFiniteInputError,
     StoreError,
 )
-from kvfast.interop import ggml, llama_cpp_state  # noqa: F401  (kvfast.ggml, kvfast.llama_cpp_state)
 from kvfast.planning.fidelity import choose_format, fidelity
 from kvfast.planning.plan import plan
 from kvfast.prompts.prompt_cache import PromptCache

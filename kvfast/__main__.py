@@ -2,6 +2,6 @@
 
 import sys
 
-from kvfast.cli import main
+from kvfast.tools.cli import main
 
 sys.exit(main())

@@ -69,7 +69,7 @@ def read_once(smollm2_file):
     """Let transformers read that file and make its table of tensor names once a session. For a model and its tokenizer, it reads the
     100,000 strings of the file three times, and makes the table once for each module of the model."""
     gguf = pytest.importorskip("gguf")
-    importlib.import_module("kvfast.interop.gguf_file")  # it has a subclass of the reader, so it comes first
+    importlib.import_module("kvfast.planning.gguf_file")  # it has a subclass of the reader, so it comes first
     of_any_file, once = gguf.GGUFReader, functools.cache(gguf.GGUFReader)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", lambda path: (once if Path(path) == smollm2_file else of_any_file)(path))

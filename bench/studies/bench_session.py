@@ -15,7 +15,7 @@ import numpy as np
 
 import kvfast
 from kvfast import llama
-from kvfast.llama.prompts import chat_prompts
+from kvfast.tools.llama.prompts import chat_prompts
 
 
 def timed(call):

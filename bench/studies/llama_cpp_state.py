@@ -15,8 +15,8 @@ from rich.table import Table
 
 import kvfast
 from kvfast import llama
-from kvfast.evaluation.llama_cpp_caches import CacheTypes, LlamaCpp, _Context
-from kvfast.interop.llama_cpp_state import read_state, write_state
+from kvfast.llama_cpp import read_state, write_state
+from kvfast.tools.evaluation.llama_cpp_caches import CacheTypes, LlamaCpp, _Context
 
 PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",

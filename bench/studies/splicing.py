@@ -23,8 +23,8 @@ import numpy as np
 
 import kvfast
 from kvfast import llama
-from kvfast.cli.bench.json_file import write_json
-from kvfast.evaluation.perplexity import compare
+from kvfast.tools.cli.bench.json_file import write_json
+from kvfast.tools.evaluation.perplexity import compare
 
 KEEP = 16
 

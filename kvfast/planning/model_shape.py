@@ -337,7 +337,7 @@ def _of_blocks(config, number):
 
 def _of_gguf(path):
     try:
-        from kvfast.interop.gguf_file import GGUFFile
+        from kvfast.planning.gguf_file import GGUFFile
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError('reading GGUF files needs the llama extra: pip install "kvfast[llama]"', name=error.name) from None
     file = GGUFFile(path)

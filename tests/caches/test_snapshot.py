@@ -897,7 +897,7 @@ def test_ring_far_along(rng, dtype):
 @pytest.mark.parametrize("kind", ["contiguous", "ring", "sequence"])
 def test_restore_is_no_dearer_with_many_layers(rng, kind):
     """It shares a table: what it compares before is not spelt out layer by layer, which took 200 times as long as a snapshot at 32."""
-    from kvfast.cli.bench.measure import interleaved
+    from kvfast.tools.cli.bench.measure import interleaved
 
     formats = [kvfast.KVFormat("int8", rotation="kv")] * 64
     cache = {

@@ -18,7 +18,7 @@ from selection import exhaustive
 import kvfast
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.caches.multi_head import MultiHeadConfig
-from kvfast.llama_cpp import building
+from kvfast.engines.llama_cpp import building
 
 ROOT = Path(__file__).parents[2]
 OK, INVALID, SHAPE, NOT_FINITE, FULL, BUSY, NO_MEMORY, NO_LAYER = range(0, -8, -1)

@@ -14,9 +14,9 @@ import baseline as baselines
 from baseline import STANDARD, Baseline, Outcome, check, run_check, short_of, write
 
 import kvfast
-from kvfast.cli.bench import measure as measuring
-from kvfast.cli.bench.cases import SMOLLM2_135M, Case
-from kvfast.cli.bench.measure import measure
+from kvfast.tools.cli.bench import measure as measuring
+from kvfast.tools.cli.bench.cases import SMOLLM2_135M, Case
+from kvfast.tools.cli.bench.measure import measure
 
 TINY_CASES = [Case("decode", SMOLLM2_135M, form, 64) for form in ("int8", "int4")]
 

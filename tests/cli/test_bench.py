@@ -1,4 +1,4 @@
-"""What the machine can do, `kvfast.cli.bench`, and `python -m kvfast bench`."""
+"""What the machine can do, `kvfast.tools.cli.bench`, and `python -m kvfast bench`."""
 
 import getpass
 import json
@@ -15,12 +15,12 @@ import pytest
 from selection import exhaustive
 
 import kvfast
-from kvfast.cli.bench import measure as measuring
-from kvfast.cli.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
-from kvfast.cli.bench.json_file import json_text
-from kvfast.cli.bench.measure import interleaved, measure
 from kvfast.core import prefetching
 from kvfast.core.hardware import peak_rate, read_bandwidth
+from kvfast.tools.cli.bench import measure as measuring
+from kvfast.tools.cli.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
+from kvfast.tools.cli.bench.json_file import json_text
+from kvfast.tools.cli.bench.measure import interleaved, measure
 
 TINY = Model("tiny", 2, 4, 2, 32)
 CHECKOUT = Path(__file__).parents[2]
@@ -257,7 +257,7 @@ def test_plot_shows_the_memory_wall(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from kvfast.cli.bench import report
+    from kvfast.tools.cli.bench import report
 
     cases = [
         Case(work, SMOLLM2_135M, form, context, n)
@@ -288,7 +288,7 @@ def test_scaling(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from kvfast.cli.bench import scaling
+    from kvfast.tools.cli.bench import scaling
 
     assert [scaling.thread_counts(most) for most in (1, 2, 6, 16)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16]]
     figures = []
@@ -342,7 +342,7 @@ def test_wrong_usage(args):
 def test_missing_extra(package, option, extra):
     pytest.importorskip("rich")
     args = ["bench", *SIZE, *QUICK, *option]
-    code = f"import sys; sys.modules[{package!r}] = None; from kvfast.cli import main; sys.exit(main({args!r}))"
+    code = f"import sys; sys.modules[{package!r}] = None; from kvfast.tools.cli import main; sys.exit(main({args!r}))"
     environment = os.environ | {"PYTHONPATH": str(Path(kvfast.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 2
@@ -350,7 +350,7 @@ def test_missing_extra(package, option, extra):
 
 
 def test_import_needs_no_more_than_numpy():
-    code = "import sys, kvfast; sys.exit(any(name.startswith('kvfast.cli.bench') or name in ('rich', 'matplotlib') for name in sys.modules))"
+    code = "import sys, kvfast; sys.exit(any(name.startswith('kvfast.tools.cli.bench') or name in ('rich', 'matplotlib') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -58,7 +58,7 @@ def test_wrong_usage(args):
 
 
 def test_no_extra_package_is_imported_early():
-    code = "import sys, kvfast.cli as cli; sys.exit(any(name in sys.modules for name in cli.EXTRAS))"
+    code = "import sys, kvfast.tools.cli as cli; sys.exit(any(name in sys.modules for name in cli.EXTRAS))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -66,7 +66,7 @@ def test_no_extra_package_is_imported_early():
 def test_missing_extra(package, model):
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        f"from kvfast.cli import main; sys.exit(main(['generate', 'x', '--model', {str(model)!r}]))"
+        f"from kvfast.tools.cli import main; sys.exit(main(['generate', 'x', '--model', {str(model)!r}]))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2
@@ -78,7 +78,7 @@ def test_missing_extra(package, model):
 )
 def test_missing_extra_of_eval(package, option, extra, model, text):
     args = ["eval", "--model", str(model), "--text", str(text), "--tokens", "9", *option]
-    code = f"import sys; sys.modules[{package!r}] = None; from kvfast.cli import main; sys.exit(main({args!r}))"
+    code = f"import sys; sys.modules[{package!r}] = None; from kvfast.tools.cli import main; sys.exit(main({args!r}))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == f'error: the {extra} extra is needed: pip install "kvfast[{extra}]"'
@@ -117,7 +117,7 @@ def test_generate_tells_what_the_cache_took(model, dtype, max_tokens, tmp_path):
 def test_generate_reads_a_file(model, tmp_path, monkeypatch):
     """It prints the end of a long text, and compares attention with float16."""
     pytest.importorskip("gguf")
-    from kvfast.cli import reading
+    from kvfast.tools.cli import reading
 
     monkeypatch.setattr(reading, "COMPARED", 64)
     monkeypatch.setattr(reading, "CHUNK", 16)
@@ -141,7 +141,7 @@ def test_generate_reads_a_file(model, tmp_path, monkeypatch):
 
 def test_generate_without_a_text_reads_a_novel(model, monkeypatch):
     pytest.importorskip("gguf")
-    from kvfast.cli import reading
+    from kvfast.tools.cli import reading
 
     text = reading.opening_text()
     assert text.startswith("PRIDE AND PREJUDICE") and 15_000 < len(text) < 30_000 and reading.end_of("short") == "short"
@@ -345,7 +345,7 @@ def test_eval_json(model, text):
 
 
 def test_eval_formats(model, text):
-    from kvfast.evaluation.perplexity import FORMATS
+    from kvfast.tools.evaluation.perplexity import FORMATS
 
     def results(*args):
         code, out, err = run_here("eval", "--model", model, "--text", text, "--tokens", 40, "--json", *args)

@@ -7,7 +7,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
 
 import kvfast
-from kvfast.evaluation.compressed_prompts import METHODS, evaluate_compressed, parse_methods
+from kvfast.tools.evaluation.compressed_prompts import METHODS, evaluate_compressed, parse_methods
 
 TOKENS = np.random.default_rng(0).integers(0, 250, 150).tolist()
 

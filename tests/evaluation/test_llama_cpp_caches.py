@@ -13,8 +13,8 @@ pytest.importorskip("rich")
 
 import kvfast
 from kvfast import evaluation
-from kvfast.evaluation import llama_cpp_caches
-from kvfast.evaluation.llama_cpp_caches import CacheTypes, LlamaCpp, parse_cache_types
+from kvfast.tools.evaluation import llama_cpp_caches
+from kvfast.tools.evaluation.llama_cpp_caches import CacheTypes, LlamaCpp, parse_cache_types
 
 TOKENS = np.random.default_rng(0).integers(0, 250, 150).tolist()
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("rich")
 
 from kvfast import evaluation
-from kvfast.evaluation import report
+from kvfast.tools.evaluation import report
 
 
 def score(dtype, bits, kl, runtime="kvfast", count=10):

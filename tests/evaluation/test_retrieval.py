@@ -16,7 +16,7 @@ from command_line import run_here
 
 import kvfast
 from kvfast import llama
-from kvfast.evaluation.retrieval import (
+from kvfast.tools.evaluation.retrieval import (
     DIGITS,
     NAMES,
     RetrievalTask,

@@ -25,7 +25,7 @@ import fuzz_names
 
 import kvfast
 from kvfast.caches.multi_head import MultiHeadConfig
-from kvfast.interop import ggml
+from kvfast.engines.llama_cpp import ggml
 
 SECONDS = 60  # for all calls of a name; each takes milliseconds
 TOKENS, HEADS, GROUP, DIM = 70, 2, 2, 32  # more tokens than a tile

@@ -379,7 +379,7 @@ def test_a_mask_is_refused_wherever_an_array_is_due():
         "state 'a'": lambda: cache.add_checkpoint({"a": masked([1.0, 2.0])}),
         "rows": lambda: kvfast.Calibration(masked(np.eye(4)[None, None]), np.eye(4)[None, None]),
         "buffer": lambda: kvfast.PagedKVCache(1, 2, 64, num_blocks=1, dtype="int8", buffer=masked(np.zeros(1 << 16, np.uint8))),
-        "token_ids": lambda: kvfast.llama_cpp_state.write_state(cache, token_ids=masked([1, 2, 3])),
+        "token_ids": lambda: kvfast.llama_cpp.write_state(cache, token_ids=masked([1, 2, 3])),
     }.items():
         with pytest.raises(TypeError, match=f"^{name} must not be a masked array: pass {name}"):
             call()

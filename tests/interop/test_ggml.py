@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast.interop import ggml
+from kvfast.engines.llama_cpp import ggml
 
 gguf = pytest.importorskip("gguf")
 

@@ -13,7 +13,7 @@ import kvfast
 
 pytest.importorskip("gguf")
 
-from kvfast.interop.gguf_file import GGUFFile, ModelFileError
+from kvfast.planning.gguf_file import GGUFFile, ModelFileError
 
 TINY = runpy.run_path(str(Path(__file__).parents[1] / "data" / "tiny_gguf.py"))
 UINT8, UINT32, TEXT, ARRAY, UINT64 = 0, 4, 8, 9, 10
@@ -75,7 +75,7 @@ def test_long_arrays_cost_no_more_than_their_bytes(value, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(head(0, 2) + key(b"general.architecture", TEXT, text(b"llama")) + key(b"a", ARRAY, value))
     code = (
-        "import resource; from kvfast.interop.gguf_file import GGUFFile\n"
+        "import resource; from kvfast.planning.gguf_file import GGUFFile\n"
         "used = lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"  # the most so far
         f"used(); file = GGUFFile({str(path)!r}); used(); len(file.get('a')); used()"
     )

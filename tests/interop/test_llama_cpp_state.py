@@ -11,8 +11,8 @@ from kvfast import CorruptFileError, IncompatibleSnapshotError, KVCache
 
 gguf = pytest.importorskip("gguf")
 
-from kvfast.interop.ggml import TYPES, to_ggml
-from kvfast.interop.llama_cpp_state import read_state, write_state
+from kvfast.engines.llama_cpp.ggml import TYPES, to_ggml
+from kvfast.engines.llama_cpp.state import read_state, write_state
 
 
 def filled(rng, dtype="float32", tokens=21, dim=64, layers=2):
@@ -81,7 +81,7 @@ def test_turned_as_llama_cpp_does(rng):
     matrix = np.array([[(-1) ** (i & j).bit_count() for j in range(128)] for i in range(128)], np.float32)
     k, v = cache.k(0) @ (matrix / np.sqrt(128)), cache.v(0).reshape(21, 2, 2, 64) @ (matrix[:64, :64] / 8)
     for got, wanted in ((turned.k[0], k), (turned.v[0], v.reshape(21, 2, 128))):
-        decoded = kvfast.ggml.from_ggml(got, "q8_0", 2, 128)
+        decoded = kvfast.llama_cpp.from_ggml(got, "q8_0", 2, 128)
         assert abs(decoded - wanted).max() < 0.03
     with pytest.raises(ValueError, match="multiple of 64"):
         write_state(filled(rng, dim=32), "q8_0", rotated=True)
@@ -159,7 +159,7 @@ def test_damaged_states(rng, transposed, tmp_path):
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
 def test_texts_go_on_in_the_other_runtime(smollm2, kind):
     pytest.importorskip("llama_cpp")
-    from kvfast.evaluation.llama_cpp_caches import CacheTypes, LlamaCpp, _Context
+    from kvfast.tools.evaluation.llama_cpp_caches import CacheTypes, LlamaCpp, _Context
 
     path, model, tokenizer = smollm2
     prompt = tokenizer.encode("The capital of France is Paris, and the capital of Italy is")

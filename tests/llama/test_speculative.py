@@ -14,9 +14,9 @@ from selection import exhaustive, parametrize
 
 import kvfast
 from kvfast import llama
-from kvfast.llama import model as model_module
-from kvfast.llama.model import FEW_TOKENS
-from kvfast.llama.prompts import QUESTIONS
+from kvfast.tools.llama import model as model_module
+from kvfast.tools.llama.model import FEW_TOKENS
+from kvfast.tools.llama.prompts import QUESTIONS
 
 TEXT = runpy.run_path(Path(__file__).parents[1] / "support" / "make_llama_reference.py")["TEXT"]
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]

@@ -6,8 +6,8 @@ import pytest
 from ggml_attention import Backend
 
 import kvfast.llama_cpp
-from kvfast.llama_cpp.headers import fetch_headers, find_headers
-from kvfast.llama_cpp.installed import Ggml, installed
+from kvfast.engines.llama_cpp.headers import fetch_headers, find_headers
+from kvfast.engines.llama_cpp.installed import Ggml, installed
 
 
 @pytest.fixture(scope="session")

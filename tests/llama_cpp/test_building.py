@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 import kvfast.llama_cpp
-from kvfast import cli
-from kvfast.llama_cpp import building, headers, loading
-from kvfast.llama_cpp.installed import Ggml
+from kvfast.engines.llama_cpp import building, headers, loading
+from kvfast.engines.llama_cpp.installed import Ggml
+from kvfast.tools import cli
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def tried(path, folder):
 
 def test_a_failing_compiler_is_reported(ggml, sources, tmp_path, monkeypatch):
     monkeypatch.setattr(headers, "check_headers", lambda folder, ggml: None)
-    monkeypatch.setattr("kvfast.llama_cpp.building.check_headers", lambda folder, ggml: None)
+    monkeypatch.setattr("kvfast.engines.llama_cpp.building.check_headers", lambda folder, ggml: None)
     with pytest.raises(RuntimeError, match="error"):
         kvfast.llama_cpp.build(sources, ggml.folder, tmp_path / "backend.so")
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -79,8 +79,8 @@ def test_a_failing_compiler_is_reported(ggml, sources, tmp_path, monkeypatch):
 @pytest.mark.exhaustive
 def test_a_backend_of_another_ggml_is_refused(ggml, ggml_headers, tmp_path, monkeypatch):
     """Built with a version that is not the library's, it reports that it is not supported, and llama.cpp goes on."""
-    monkeypatch.setattr("kvfast.llama_cpp.building.check_headers", lambda folder, ggml: None)
-    monkeypatch.setattr("kvfast.llama_cpp.building.Ggml", lambda folder: SimpleNamespace(**vars(ggml) | {"version": "0.1.2"}))
+    monkeypatch.setattr("kvfast.engines.llama_cpp.building.check_headers", lambda folder, ggml: None)
+    monkeypatch.setattr("kvfast.engines.llama_cpp.building.Ggml", lambda folder: SimpleNamespace(**vars(ggml) | {"version": "0.1.2"}))
     path = kvfast.llama_cpp.build(ggml_headers, ggml.folder, tmp_path / "other.so")
     assert "refuses" in tried(path, ggml.folder)
 

@@ -12,8 +12,8 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not ins
 pytest.importorskip("safetensors")
 pytest.importorskip("xxhash")
 
+from kvfast.engines.llama_cpp.prompt_states import WholeState
 from kvfast.llama_cpp import LlamaPromptCache
-from kvfast.llama_cpp.prompt_states import WholeState
 
 pytestmark = pytest.mark.model
 TEXT = (

@@ -12,9 +12,10 @@ import pytest
 from llama_prompts import CHUNK, PROMPT, fresh, ids, only_warnings, restored
 from llama_stand_in import Llama, common, state_bytes
 
-from kvfast import cli
-from kvfast.llama_cpp import LlamaPromptCache, prompt_cache
-from kvfast.llama_cpp.prompt_settings import weights_of
+from kvfast.engines.llama_cpp import prompt_cache
+from kvfast.engines.llama_cpp.prompt_settings import weights_of
+from kvfast.llama_cpp import LlamaPromptCache
+from kvfast.tools import cli
 
 pytest.importorskip("safetensors")
 pytest.importorskip("xxhash")

@@ -683,7 +683,7 @@ def test_the_command_needs_numpy_alone(tmp_path):
     path.write_text(json.dumps(CONFIGS["gpt-oss-20b"]))
     args = ["plan", str(path), "--memory", "8", "--bandwidth", "20", "--weights", "4", "--weights-read", "1"]
     packages = "rich", "gguf", "tokenizers", "safetensors", "xxhash", "threadpoolctl"
-    code = f"import sys; sys.modules |= dict.fromkeys({packages!r})\nfrom kvfast.cli import main; sys.exit(main({args!r}))"
+    code = f"import sys; sys.modules |= dict.fromkeys({packages!r})\nfrom kvfast.tools.cli import main; sys.exit(main({args!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     planned = kvfast.plan(path, memory=8 * 10**9, bandwidth=20e9, weight_bytes=4 * 10**9, weight_bytes_read=10**9)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{planned}\n", "")

@@ -48,9 +48,9 @@ def test_every_package_has_a_floor(rooms):
         ("core/kernels.pyx", "    from kvfast.storage.memory import pool", "core imports storage"),
         ("codec/blocks.pxd", "from kvfast cimport capi", "codec imports capi"),
         ("caches/ring.py", "import kvfast", "caches imports __init__"),
-        ("caches/ring.py", "import kvfast.cli.bench", "caches imports cli"),
+        ("caches/ring.py", "import kvfast.tools.cli.bench", "caches imports tools.cli"),
         ("planning/plan.py", "from kvfast.caches.ring import (\n    RingKVCache,\n    _hidden,\n)", "_hidden is private to caches"),
-        ("llama/model.py", "def f(cache):\n    return cache._storage", "_storage is private"),
+        ("tools/llama/model.py", "def f(cache):\n    return cache._storage", "_storage is private"),
     ],
 )
 def test_what_breaks_the_rules_is_found(rooms, tmp_path, monkeypatch, wrong):

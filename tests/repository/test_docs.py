@@ -14,9 +14,9 @@ import pytest
 from selection import needs_sources
 
 import kvfast
-from kvfast import cli
 from kvfast.planning.engine import VLLM_FORMATS
 from kvfast.prompts import stores
+from kvfast.tools import cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -270,7 +270,7 @@ def test_pictures_are_those_of_the_json(docs_script):
 def test_a_package_without_words_is_not_left_out_of_the_picture(docs_script, monkeypatch):
     pytest.importorskip("matplotlib")
     diagrams = docs_script("diagrams")
-    assert {room for floor in diagrams.rooms_data()["floors"] for room in floor} == set(docs_script("rooms").FLOOR_OF) - {"__main__"}
+    assert {room for floor in diagrams.rooms_data()["floors"] for room in floor} == set(docs_script("rooms").FLOOR_OF) - diagrams.DOORS
     monkeypatch.delitem(diagrams.WORDS, "prompts")
     with pytest.raises(ValueError, match="prompts"):
         diagrams.rooms_data()

@@ -109,7 +109,7 @@ def test_import_loads_no_more_than_it_needs():
         "xxhash",
     }
     assert sorted(loaded & heavy) == []
-    assert "kvfast.llama" not in run("-c", code) and "kvfast.cli.bench" not in run("-c", code)
+    assert "kvfast.llama" not in run("-c", code) and "kvfast.tools.cli.bench" not in run("-c", code)
 
 
 def test_import_time(record_property):

@@ -238,13 +238,13 @@ def test_what_has_one_width_refuses_two(rng):
     same = compressor.compress_kv_3d(*(rng.standard_normal((2, 2, 100, 32)).astype(np.float32)))
     with pytest.raises(kvfast.DimensionMismatchError, match=r"2 heads of 32 \(values 16\)"):
         compressor.decompress_to_cache(same, cache, 0)
-    from kvfast.interop import ggml, llama_cpp_state
+    from kvfast.llama_cpp import export_layer, import_layer, write_state
 
     with pytest.raises(ValueError, match="keys of 32 and values of 16"):
-        llama_cpp_state.write_state(cache)
+        write_state(cache)
     pytest.importorskip("gguf")
     other = kvfast.KVCache(1, 2, 32, dtype="float32", v_head_dim=16)
-    ggml.import_layer(other, 0, *ggml.export_layer(cache, 0, "f16"), "f16")
+    import_layer(other, 0, *export_layer(cache, 0, "f16"), "f16")
     assert np.allclose(other.v(0), cache.v(0), atol=2e-3)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import kvfast
-from kvfast import cli
+from kvfast.tools import cli
 
 
 def command(*args):

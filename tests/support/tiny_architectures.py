@@ -260,7 +260,7 @@ def _tokens(model, implementation, runs):
             cache = KVFastCache(model.config, "float32")
             found, others = _generate(model, implementation, cache, ids, mask, **options)
         except Exception as error:  # noqa: BLE001  (the worst of them is told, and fails the test)
-            refused = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts[-3:-1] == ("kvfast", "transformers")
+            refused = Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts[-3:-1] == ("engines", "transformers")
             return f"{'refused' if refused else 'fails'}: {_text(error)}"
         if not cache.is_initialized or cache.get_seq_length() != ids.shape[1] + NEW_TOKENS - 1:
             return "unused: the model keeps what it needs elsewhere"

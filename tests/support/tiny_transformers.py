@@ -12,8 +12,8 @@ with warnings.catch_warnings():  # of the two about each other
     warnings.simplefilter("ignore")
     torch = pytest.importorskip("torch", reason="needs the extra packages of kvfast[transformers]")
     transformers = pytest.importorskip("transformers", reason="needs the extra packages of kvfast[transformers]")
+    from kvfast.engines.transformers.versions import cache_argument
     from kvfast.transformers import KVFastCache
-    from kvfast.transformers.versions import cache_argument
 
 transformers.logging.set_verbosity_error()
 # Neither of the two is ours to mend.

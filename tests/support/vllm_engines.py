@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import kvfast.vllm
-from kvfast.vllm import registration
+from kvfast.engines.vllm import registration
 
 SMALL = {
     "vocab_size": 512,

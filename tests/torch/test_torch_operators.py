@@ -16,7 +16,7 @@ from torch_llama import HEAD_DIM, KV_HEADS, Layer, Llama, generate, step
 import kvfast
 import kvfast.torch
 from kvfast import DimensionMismatchError, NonFiniteInputError
-from kvfast.torch import pools
+from kvfast.engines.torch import pools
 
 # PyTorch uses parts of itself and of Python that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")

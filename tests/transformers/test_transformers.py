@@ -223,8 +223,8 @@ def test_without_the_cache(llama, models):
 
 @pytest.mark.model
 def test_smollm2(smollm2_file, read_once):
-    from kvfast.interop.gguf_file import GGUFFile
     from kvfast.llama import Tokenizer
+    from kvfast.planning.gguf_file import GGUFFile
 
     path, tokenizer = smollm2_file, Tokenizer(GGUFFile(smollm2_file))
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()

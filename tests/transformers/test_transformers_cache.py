@@ -25,8 +25,8 @@ from tiny_transformers import (
 
 import kvfast
 from kvfast.core.interchange import as_numpy
-from kvfast.transformers.attention import attention
-from kvfast.transformers.masks import lazy_mask
+from kvfast.engines.transformers.attention import attention
+from kvfast.engines.transformers.masks import lazy_mask
 
 pytestmark = QUIET
 

@@ -5,11 +5,11 @@ import pytest
 from tiny_images import MODELS, WINDOW, generated, image_model, inputs
 from tiny_transformers import QUIET, KVFastCache, logits, new_model, prompt, torch, transformers
 
-from kvfast.transformers import masks
-from kvfast.transformers.attention import attention
-from kvfast.transformers.masks import lazy_mask
-from kvfast.transformers.received import Received
-from kvfast.transformers.spans import UnknownMaskError, recognise
+from kvfast.engines.transformers import masks
+from kvfast.engines.transformers.attention import attention
+from kvfast.engines.transformers.masks import lazy_mask
+from kvfast.engines.transformers.received import Received
+from kvfast.engines.transformers.spans import UnknownMaskError, recognise
 
 pytestmark = QUIET
 TYPES = {name: "mm_token_type_ids" if name == "gemma4" else "token_type_ids" for name in MODELS}

@@ -8,7 +8,7 @@ from tiny_architectures import small_config
 from tiny_transformers import QUIET, KVFastCache, prompt, torch, transformers
 
 import kvfast
-from kvfast.transformers.masks import MATRICES
+from kvfast.engines.transformers.masks import MATRICES
 
 pytestmark = QUIET
 

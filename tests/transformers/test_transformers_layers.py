@@ -9,9 +9,9 @@ from tiny_architectures import small_model
 from tiny_transformers import QUIET, KVFastCache, logits, ours, prompt, stock, torch, transformers
 
 import kvfast
-from kvfast.transformers.attention import attention
-from kvfast.transformers.masks import lazy_mask
-from kvfast.transformers.received import Received
+from kvfast.engines.transformers.attention import attention
+from kvfast.engines.transformers.masks import lazy_mask
+from kvfast.engines.transformers.received import Received
 
 pytestmark = QUIET
 

@@ -4,8 +4,8 @@ import pytest
 from tiny_transformers import MODELS, QUIET, interrupt, logits, new_model, padded, prompt, random_model, stock, torch, transformers
 
 import kvfast
+from kvfast.engines.transformers.versions import cache_argument
 from kvfast.transformers import KVFastStaticCache
-from kvfast.transformers.versions import cache_argument
 
 pytestmark = QUIET
 

@@ -6,8 +6,9 @@ import pytest
 from tiny_transformers import QUIET, SLIDING, logits, ours, prompt, random_model, stock, torch, transformers
 
 from kvfast.core.capabilities import missing
-from kvfast.transformers import KVFastCache, attention, trial, versions
-from kvfast.transformers.versions import check_transformers, needs_trial, tell
+from kvfast.engines.transformers import attention, trial, versions
+from kvfast.engines.transformers.versions import check_transformers, needs_trial, tell
+from kvfast.transformers import KVFastCache
 
 pytestmark = QUIET
 

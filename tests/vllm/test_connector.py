@@ -15,16 +15,16 @@ from vllm_drafts import save_drafts
 from vllm_engines import LENGTHS, answers, generate, in_engine, prompts, save_model, save_tokenizer, settle, stored, values
 from vllm_server import get, storing, stream, vllm_server
 
+from kvfast.engines.vllm.prompts import lookups as lookups_module
+from kvfast.engines.vllm.prompts import settings
+from kvfast.engines.vllm.prompts.figures import Figures
+from kvfast.engines.vllm.prompts.lookups import Lookups
+from kvfast.engines.vllm.prompts.settings import IDLE_WAIT
+from kvfast.engines.vllm.prompts.transfers import Rates, Transfers
 from kvfast.prompts import patient, weights
 from kvfast.prompts.envelope import HEADER_BYTES, num_tokens_of
 from kvfast.prompts.stores import open_store
 from kvfast.prompts.weights import files_digest
-from kvfast.vllm.prompts import lookups as lookups_module
-from kvfast.vllm.prompts import settings
-from kvfast.vllm.prompts.figures import Figures
-from kvfast.vllm.prompts.lookups import Lookups
-from kvfast.vllm.prompts.settings import IDLE_WAIT
-from kvfast.vllm.prompts.transfers import Rates, Transfers
 
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("figures")]

@@ -11,7 +11,7 @@ from vllm.sampling_params import BeamSearchParams
 from vllm_drafts import save_drafts, save_own_drafts
 from vllm_engines import SMALL, generate, in_engine, layers_of, save_model, save_tokenizer
 
-from kvfast.vllm import formats
+from kvfast.engines.vllm import formats
 
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")

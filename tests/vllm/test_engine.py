@@ -23,7 +23,7 @@ from vllm_engines import MODELS, generate, in_engine, layers_of
 
 import kvfast
 from kvfast.core.kernels import cpu_features
-from kvfast.vllm import backend, formats
+from kvfast.engines.vllm import backend, formats
 
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ from vllm_engines import generate, in_engine
 
 from kvfast import PagedKVCache
 from kvfast.caches.buffer_layout import buffer_layout
-from kvfast.vllm import backend, hybrids, versions
+from kvfast.engines.vllm import backend, hybrids, versions
 
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")

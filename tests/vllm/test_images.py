@@ -116,7 +116,7 @@ def test_images(folder, known):
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
 
     def use(llm):
-        assert {type(layer.impl).__module__ for layer in layers_of(llm).values()} == {"kvfast.vllm.backend"}
+        assert {type(layer.impl).__module__ for layer in layers_of(llm).values()} == {"kvfast.engines.vllm.backend"}
 
         def said(*some):
             outputs = llm.generate(list(some), sampling, use_tqdm=False)

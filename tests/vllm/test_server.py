@@ -11,7 +11,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 from vllm_engines import answers, prompts, save_model, save_tokenizer, values
 from vllm_server import get, kill, storing, stream, vllm_server
 
-from kvfast.vllm.prompts.figures import FIGURES
+from kvfast.engines.vllm.prompts.figures import FIGURES
 
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")

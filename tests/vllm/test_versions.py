@@ -12,7 +12,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 from vllm_engines import AttentionBackendEnum, generate, in_engine, layers_of
 
 import kvfast
-from kvfast.vllm import backend, trial, versions
+from kvfast.engines.vllm import backend, trial, versions
 
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -1,0 +1,1 @@
+"""The names that engines use besides the public ones of `kvfast`."""

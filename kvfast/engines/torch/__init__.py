@@ -1,0 +1,4 @@
+"""Operators of PyTorch. Public names are in `kvfast.torch`.
+
+pools -> operators
+"""

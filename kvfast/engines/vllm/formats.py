@@ -1,0 +1,85 @@
+"""Which format of kvfast a layer of vLLM has."""
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
+
+from kvfast import KVFormat
+from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.engines.vllm import versions
+from kvfast.planning.engine import VLLM_FORMATS, vllm_format
+
+BLOCK_SIZES = (32, 64, 128, 256)
+FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+MODES = {KVQuantMode[name.upper()]: name for name in VLLM_FORMATS if name != "auto"}
+NAMES = tuple(MODES.values())  # of kv_cache_dtype
+LATENT_MODES = {KVQuantMode.INT8_PER_TOKEN_HEAD: "int8", KVQuantMode.INT4_PER_TOKEN_HEAD: "int4"}
+LATENT_NAMES = tuple(mode.name.lower() for mode in LATENT_MODES)  # of kv_cache_dtype
+SMALLEST_LATENT_BLOCK = 16  # what vLLM sets as block size where it would use its own CPU_MLA
+
+
+class Directions:
+    """What the models of this process ask of attention. Their configurations set it when their layers are made; specs do not have it."""
+
+    sees_later_tokens = False
+
+
+def format_of(spec):
+    """The KVFormat of a layer's KVCacheSpec, or None for what vLLM's own backend carries: fp8, layers that are neither causal nor
+    windowed self-attention, and windows of models whose queries also see later tokens: those of vLLM then have two sides. Nothing is
+    carried after a trial that failed."""
+    if versions.Untested.is_off or type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        return None
+    if type(spec) is SlidingWindowSpec and Directions.sees_later_tokens:
+        return None
+    if spec.kv_quant_mode is not KVQuantMode.NONE:
+        name = MODES.get(spec.kv_quant_mode)
+        return None if name is None else vllm_format(name, spec.sliding_window if type(spec) is SlidingWindowSpec else None)
+    dtype = FLOATS.get(spec.dtype)
+    return None if dtype is None else KVFormat.of(dtype)
+
+
+def block_sizes(fmt):
+    """Those that vLLM may choose from."""
+    return list(BLOCK_SIZES) if fmt.block_size is None else [fmt.block_size]
+
+
+def block_sizes_of_all():
+    """Those that vLLM may choose from where it does not say for which layers it asks."""
+    config = None if versions.tells_specs() else get_current_vllm_config_or_none()
+    if config is None:
+        return list(BLOCK_SIZES)
+    return block_sizes(VLLM_FORMATS[MODES.get(get_kv_quant_mode(config.cache_config.cache_dtype), "auto")])
+
+
+def content_bytes(spec, fmt):
+    """Bytes of a token and KV head, the same for all block sizes. Layers with a window and those without have blocks of one size."""
+    widest = VLLM_FORMATS.get(MODES.get(spec.kv_quant_mode), fmt)
+    size = block_sizes(widest)[0]
+    return max(buffer_layout(1, 1, spec.head_size, 1, size, one, v_head_dim=spec.head_size_v).nbytes // size for one in (fmt, widest))
+
+
+def latent_format_of(spec):
+    """The KVFormat of the latent rows of a KVCacheSpec; ValueError for what kvfast does not carry."""
+    if type(spec) is MLAAttentionSpec:
+        fmt = FLOATS.get(spec.dtype) if spec.kv_quant_mode is KVQuantMode.NONE else LATENT_MODES.get(spec.kv_quant_mode)
+        if fmt is not None:
+            return KVFormat.of(fmt)
+    raise ValueError(
+        f"kvfast keeps latent rows as auto, float16, bfloat16, {' or '.join(LATENT_NAMES)}, got {type(spec).__name__} with "
+        f"kv_cache_dtype={spec.cache_dtype_str}; KVFAST_VLLM=0 leaves them to vLLM's own backend"
+    )
+
+
+def latent_block_sizes(spec):
+    """Those that vLLM may choose from for latent rows."""
+    if spec is None and not versions.tells_specs():
+        return SMALLEST_LATENT_BLOCK, *BLOCK_SIZES
+    return BLOCK_SIZES if spec is None or spec.block_size % BLOCK_SIZES[0] == 0 else (SMALLEST_LATENT_BLOCK,)
+
+
+def latent_content_bytes(spec, fmt, latent_dim, rope_dim):
+    """Bytes of a token's latent row, the same for all `latent_block_sizes`."""
+    size = latent_block_sizes(spec)[0]
+    return buffer_layout(1, 1, latent_dim, 1, size, fmt, rope_dim=rope_dim).nbytes // size

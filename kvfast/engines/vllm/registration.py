@@ -1,0 +1,59 @@
+"""How vLLM gets kvfast's backends and its connector."""
+
+import contextlib
+import logging
+import os
+
+from kvfast.engines.vllm import versions
+
+SWITCH = "KVFAST_VLLM"
+BACKENDS = {  # of each part, by the name of the one that it replaces
+    versions.ATTENTION: {"CPU_ATTN": "kvfast.engines.vllm.backend.KVFastBackend"},
+    versions.LATENT_ROWS: {
+        "CPU_MLA": "kvfast.engines.vllm.mla.KVFastMLABackend",
+        "AMX_MLA": "kvfast.engines.vllm.mla.KVFastMLABackend",
+    },
+}
+CONNECTOR = "KVFastConnector"
+
+
+def register():
+    """Let vLLM use kvfast for attention on CPUs, and find `KVFastConnector`; each of its processes calls this.
+
+    Nothing happens, and vLLM uses its own backend, with ``KVFAST_VLLM=0``. On a version of vLLM that was not tested, kvfast looks for
+    all that it uses of vLLM. If something is missing, it switches itself off, and a warning says what is missing. If all is there, the
+    first layer of a model tries one attention call. Latent rows are left to vLLM then, as no such call is tried for them.
+    """
+    if os.environ.get(SWITCH, "1").strip().lower() in ("0", "off", "false", "no"):
+        return
+    version, parts = versions.installed_version(), list(versions.USED)
+    versions.Untested.needs_trial = not versions.is_tested(version)
+    versions.Untested.is_off = False
+    if versions.Untested.needs_trial:
+        parts = [part for part in (versions.ATTENTION, versions.PROMPTS) if _has_all(part, version)]
+    if versions.ATTENTION not in parts:
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for part in parts:
+        for name, backend in BACKENDS.get(part, {}).items():
+            register_backend(AttentionBackendEnum[name], backend)
+    if versions.PROMPTS in parts:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        with contextlib.suppress(ValueError):  # vLLM calls this more than once in a process
+            KVConnectorFactory.register_connector(CONNECTOR, "kvfast.engines.vllm.connector", CONNECTOR)
+
+
+def _has_all(part, version):
+    """Whether a version that was not tested has all that a part uses. If not, this says so."""
+    lacking = versions.missing(part)
+    if lacking is not None:
+        logging.getLogger("vllm.kvfast").warning(
+            "kvfast switched itself off (%s): %s; it was tested with vLLM %s, and %s is installed",
+            part,
+            lacking,
+            versions.tested_text(),
+            version,
+        )
+    return lacking is None

@@ -1,1 +1,0 @@
-"""Rows, states and files of ggml and llama.cpp."""

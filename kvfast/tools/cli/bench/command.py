@@ -1,0 +1,130 @@
+"""The command `bench` of `python -m kvfast`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import kvfast
+from kvfast.tools.cli.bench import scaling
+from kvfast.tools.cli.bench.cases import FORMATS, LEAST_BYTES, MODELS, WORKS, Case
+from kvfast.tools.cli.bench.json_file import write_json
+from kvfast.tools.cli.bench.measure import cpu_name, default_threads, measure
+from kvfast.tools.cli.bench.report import as_json, as_report, machine_text, plot, tables
+from kvfast.tools.evaluation.plotting import check_plot
+
+# What is measured when nothing else is said: (contexts, most of prefill), and with --short.
+CONTEXTS = (1024, 4096, 16384, 65536)
+SHORT_CONTEXTS = (1024, 4096)
+MOST_PREFILL = 16384
+SHORT_SECONDS = 0.3
+
+
+def run_bench(args):
+    """Measure this machine; print tables and write files.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    """
+    if args.plot:
+        check_plot(args.plot)
+    _check_folder(args.json)
+    _check_folder(args.report)
+    megabytes = args.megabytes or LEAST_BYTES // 10**6
+    threads = args.threads or (scaling.thread_counts(kvfast.get_num_threads()) if args.scaling else default_threads())
+    cases, options = _cases(args), {"rounds": args.rounds, "seconds": SHORT_SECONDS if args.short else 1.0}
+    isas = _vector_isas() if args.report else [kvfast.active_isa()]
+    by_isa = {}
+    with ProgressBar(len(cases) * len(threads) * len(isas)) as progress:
+        for isa in isas:
+            with kvfast.use_isa(isa):
+                by_isa[isa] = list(measure(cases, threads, least_bytes=megabytes * 10**6, progress=progress, **options))
+    for isa, of_isa in by_isa.items():
+        _print_results(isa, of_isa, [scaling.scaling_table(of_isa)] if args.scaling else tables(of_isa))
+    results = by_isa[kvfast.active_isa()]
+    if args.json:
+        write_json(args.json, as_json(results, megabytes))
+    if args.report:
+        write_json(args.report, as_report(by_isa, megabytes))
+    if args.plot:
+        (scaling.plot_scaling if args.scaling else plot)(results, args.plot)
+
+
+def _cases(args):
+    """The cases that the arguments choose, those that differ in the format alone side by side."""
+    works = _names(args.work or (scaling.WORKS if args.scaling else "decode,prefill"), WORKS, "--work")
+    model = MODELS[_known(args.model or "Llama-3-8B", MODELS, "--model")]
+    formats = (args.formats or (scaling.FORMATS if args.scaling else "float16,int8,k8v4,int4")).replace("all", ",".join(FORMATS))
+    formats = list(dict.fromkeys(name.strip() for name in formats.split(",")))
+    for name in formats:
+        kvfast.KVFormat.of(name)  # refuses an unknown one before anything is measured
+    contexts = args.contexts or (scaling.CONTEXTS if args.scaling else SHORT_CONTEXTS if args.short else CONTEXTS)
+    tokens = args.tokens or 512
+    cases = []
+    for work in works:
+        n, ours = 1, contexts
+        if work == "batch":
+            n = args.sequences or 16
+        elif work in ("prefill", "append"):
+            n, ours = tokens, [context for context in contexts if context >= tokens]
+        if work == "prefill" and not args.contexts:
+            ours = [context for context in ours if context <= MOST_PREFILL]
+        if not ours:
+            raise ValueError(f"{work} of {n} tokens needs a context of at least as many, got {', '.join(map(str, contexts))}")
+        cases += [Case(work, model, form, context, n) for context in ours for form in formats]
+    return cases
+
+
+def _names(text, known, option):
+    return list(dict.fromkeys(_known(name.strip(), known, option) for name in text.split(",")))
+
+
+def _known(name, known, option):
+    if name not in known:
+        raise ValueError(f"{option} must be one of {', '.join(known)}, got {name!r}")
+    return name
+
+
+def _vector_isas():
+    """The tiers of this processor, best first, and the one in use. Plain C takes much longer, and tells little."""
+    in_use = kvfast.active_isa()
+    return [isa for isa in kvfast.available_isas() if isa != "scalar" or isa == in_use]
+
+
+def _print_results(isa, results, tables):
+    print(f"{cpu_name()}, tier {isa}; medians; fractions are of what the machine did in the same rounds")
+    print(machine_text(results))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for table in tables:
+        console.print()
+        console.print(table)
+
+
+def _check_folder(path):
+    folder = os.path.dirname(path or "") or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"{path}: there is no folder {folder}")
+
+
+class ProgressBar:
+    """A progress bar over `total` results, as a callable for `measure`."""
+
+    def __init__(self, total):
+        columns = [BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TextColumn("{task.description}")]
+        self._progress, self._total = Progress(*columns, console=Console(stderr=True), transient=True), total
+
+    def __enter__(self):
+        self._progress.__enter__()
+        task = self._progress.add_task("", total=self._total)
+
+        def advance(text, done):
+            self._progress.update(task, advance=done, **({"description": text} if text else {}))
+
+        return advance
+
+    def __exit__(self, *exc_info):
+        self._progress.__exit__(*exc_info)

@@ -1,0 +1,200 @@
+"""The commands `eval` and `calibrate` of `python -m kvfast`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+import kvfast
+from kvfast import evaluation, llama
+from kvfast.core.text import size_text
+from kvfast.tools.cli.settings import set_threads, storage_of
+from kvfast.tools.evaluation.compressed_prompts import evaluate_compressed, parse_methods
+from kvfast.tools.evaluation.llama_cpp_caches import LlamaCpp, parse_cache_types
+from kvfast.tools.evaluation.perplexity import FORMATS, bits_per_element
+from kvfast.tools.evaluation.plotting import check_plot
+from kvfast.tools.evaluation.report import as_rows, compression_table, plot_scores, retrieval_table, score_table
+from kvfast.tools.evaluation.retrieval import retrieval_scores, retrieval_task, retrieve_with
+
+
+def run_eval(args):
+    """Score the caches of `args.formats` on each of `args.text`; print a table, or JSON, of the means.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    """
+    if args.task == "retrieval":
+        return _run_retrieval(args)
+    if args.compress:
+        return _run_compress(args)
+    if args.prompt:
+        raise ValueError("--prompt is for --compress")
+    texts = [_read_text(path) for path in args.text]
+    storages = [storage_of(name, args) for name in _format_names(args.formats)]
+    types = parse_cache_types(args.llama_cpp) if args.llama_cpp else []
+    if args.plot:
+        check_plot(args.plot)
+    path, model, tokenizer = _load(args)
+    context = model.config.context_length
+    if args.tokens > context:
+        raise ValueError(f"--tokens is {args.tokens}; the model's context is {context}")
+    texts = [tokenizer.encode(text)[: args.tokens] for text in texts]
+    rotated = []
+    with _progress(sum(len(tokens) - 1 for tokens in texts) * (2 if types else 1)) as progress:
+        per_text = []
+        for tokens in texts:
+            room = max(1, len(tokens))
+            caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage) for storage in storages]
+            per_text.append(evaluation.evaluate(model, tokens, caches, chunk_size=args.chunk, progress=progress))
+        if types:
+            with LlamaCpp(path, model.cache_shape) as peer:
+                for tokens, scores in zip(texts, per_text):
+                    scores += peer.evaluate(tokens, types, progress=progress)
+                rotated = peer.rotated
+
+    means = [evaluation.mean_score(scores) for scores in zip(*per_text)]
+    title = f"{', '.join(args.text)}: {means[0].num_predictions:,} tokens predicted"
+    if args.plot:
+        plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
+    if args.json:
+        by_text = [{"text": text, "results": as_rows(scores)} for text, scores in zip(args.text, per_text)]
+        report = {"text": ", ".join(args.text), "chunk": args.chunk, "results": as_rows(means), "texts": by_text}
+        print(json.dumps(report | ({"llama_cpp_rotated": rotated} if types else {}), indent=2))
+        return
+    print(f"{title}; NLL and KL are means per token, in nats")
+    _show(score_table(means, model.cache_shape))
+    if types:
+        print("llama.cpp's rows compare with its own f32 cache; its weights are the same, in float32.")
+        if rotated:
+            print(f"Its log says that it rotates before it rounds: {', '.join(rotated)}.")
+
+
+def _run_retrieval(args):
+    """Score the caches of `args.formats` on numbers hidden in the first of `args.text`, length by length."""
+    if args.compress or args.prompt or args.plot:
+        raise ValueError("--compress, --prompt and --plot are not for --task retrieval")
+    if len(args.text) > 1:
+        raise ValueError(f"--task retrieval hides numbers in one text, got {len(args.text)}")
+    text = _read_text(args.text[0])
+    storages = [storage_of(name, args) for name in _format_names(args.formats)]
+    types = parse_cache_types(args.llama_cpp) if args.llama_cpp else []
+    path, model, tokenizer = _load(args)
+    if max(args.lengths) > model.config.context_length:
+        raise ValueError(f"--lengths has {max(args.lengths)}; the model's context is {model.config.context_length}")
+    tasks = [[retrieval_task(tokenizer, text, length, args.pairs, seed) for seed in range(args.seeds)] for length in args.lengths]
+    total = sum(len(task.tokens) - 1 for group in tasks for task in group) * (2 if types else 1)
+    found = []
+    with _progress(total) as progress:
+        for group in tasks:
+            results = []
+            for task in group:
+                caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=len(task.tokens), **storage) for storage in storages]
+                results.append(retrieve_with(model, task, caches, progress=progress))
+            scores = retrieval_scores(results, [str(cache.dtype) for cache in caches], list(map(bits_per_element, caches)))
+            if types:
+                with LlamaCpp(path, model.cache_shape) as peer:
+                    results = [peer.retrieve(task, types, progress=progress) for task in group]
+                scores += retrieval_scores(results, list(map(str, types)), [sum(one.bits) / 2 for one in types], "llama.cpp")
+            found.append(scores)
+    if args.json:
+        by_length = [{"tokens": length, "results": [asdict(one) for one in scores]} for length, scores in zip(args.lengths, found)]
+        print(json.dumps({"text": args.text[0], "pairs": args.pairs, "seeds": list(range(args.seeds)), "lengths": by_length}, indent=2))
+        return
+    for length, scores in zip(args.lengths, found):
+        print(f"{args.text[0]}: {args.pairs} numbers in {length:,} tokens, {args.seeds} times")
+        _show(retrieval_table(scores))
+    print("log-prob of a digit, in nats; +- and the range of exact answers are 95 % intervals")
+
+
+def _run_compress(args):
+    """Score the methods of `args.compress` on each of `args.text`."""
+    if args.llama_cpp:
+        raise ValueError("--llama-cpp is not for --compress")
+    if args.formats != "all":
+        raise ValueError("--formats is not for --compress, which takes formats in its own list")
+    if args.calibration:
+        raise ValueError("--calibration is not for --compress")
+    texts, methods = [_read_text(path) for path in args.text], parse_methods(args.compress)
+    if args.plot:
+        check_plot(args.plot)
+    path, model, tokenizer = _load(args)
+    texts = [tokenizer.encode(text)[: args.tokens] for text in texts]
+    prompts = [args.prompt or len(tokens) - 512 for tokens in texts]
+    for text, tokens, prompt in zip(args.text, texts, prompts):
+        if not 1 <= prompt <= len(tokens) - 2:
+            raise ValueError(f"{text}: of {len(tokens)} tokens, {prompt} cannot be compressed and at least two be left")
+    with _progress(sum(map(len, texts)) - len(texts)) as progress:
+        per_text = [
+            evaluate_compressed(model, tokens, prompt, methods, chunk_size=args.chunk, progress=progress)
+            for tokens, prompt in zip(texts, prompts)
+        ]
+    means = [evaluation.mean_score(scores) for scores in zip(*per_text)]
+    title = f"{means[0].num_predictions:,} predictions after prompts of {', '.join(f'{prompt:,}' for prompt in prompts)} tokens"
+    if args.plot:
+        plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
+    if args.json:
+        by_text = [
+            {"text": text, "prompt": prompt, "results": as_rows(scores)} for text, prompt, scores in zip(args.text, prompts, per_text)
+        ]
+        print(json.dumps({"text": ", ".join(args.text), "chunk": args.chunk, "results": as_rows(means), "texts": by_text}, indent=2))
+        return
+    print(f"{', '.join(args.text)}: {title}; NLL and KL are means per token, in nats")
+    _show(compression_table(means))
+
+
+def _load(args):
+    """Path, model and tokenizer of the arguments; sets the threads."""
+    set_threads(args.threads)
+    path = args.model or llama.fetch_model()
+    return path, *llama.load(path)
+
+
+@contextmanager
+def _progress(total):
+    """Show a bar for `total` tokens, and give a function that takes the number of new ones."""
+    columns = [BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), "ETA", TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield functools.partial(bar.advance, bar.add_task("", total=total))
+
+
+def _format_names(formats):
+    """The names in a list with commas, each once, with `all` spelled out."""
+    names = [name.strip() for name in formats.split(",")]
+    return dict.fromkeys(known for name in names for known in (FORMATS if name == "all" else [name]))
+
+
+def run_calibrate(args):
+    """Write the calibration of a model on `args.text` to `args.out`.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    """
+    text = _read_text(args.text)
+    set_threads(args.threads)
+    model, tokenizer = llama.load(args.model)
+    tokens = tokenizer.encode(text)[: min(args.tokens, model.config.context_length)]
+    calibration = evaluation.calibrate_on_text(model, tokens)
+    calibration.save(args.out)
+    print(f"{calibration!r} of {len(tokens):,} tokens of {args.text}: {size_text(Path(args.out).stat().st_size)} in {args.out}")
+
+
+def _show(table):
+    """Print a table. Without a terminal rich assumes 80 columns and would fold it."""
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _read_text(path):
+    with open(path, encoding="utf-8") as file:
+        try:
+            return file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from None

@@ -1,0 +1,224 @@
+"""Scores of caches as a table, as plain data, and as a plot (extra ``plot``)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import groupby, product
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from kvfast.tools.evaluation.plotting import new_figure
+
+# Names of the caches that the others are compared with.
+REFERENCES = {"kvfast": "float32", "llama.cpp": "llama.cpp f32"}
+
+# Where a plot's label may stand, the best first: points from its point, and which way (right, up).
+_DISTANCES = (6, 14, 22, 30, 42, 56)
+_DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+
+
+def as_rows(scores):
+    """The scores as dicts, for JSON.
+
+    Parameters
+    ----------
+    scores : sequence of CacheScore
+
+    Returns
+    -------
+    list of dict
+    """
+    return [asdict(score) | {"nll_difference": score.nll_difference} for score in scores]
+
+
+def float_bytes(cache_shape, itemsize):
+    """Bytes per token of a cache of plain floats."""
+    num_layers, num_kv_heads, head_dim = cache_shape
+    return 2 * num_layers * num_kv_heads * head_dim * itemsize
+
+
+def memory_text(cache):
+    """A text: the bytes of a cache's tokens, with partly empty blocks and float rows, and the ratios of float16 and float32 to that.
+
+    Parameters
+    ----------
+    cache : kvfast.KVCache
+
+    Returns
+    -------
+    str
+    """
+    tokens, nbytes = len(cache), cache.nbytes_used
+    if not tokens:
+        return f"{cache.dtype}: no tokens"
+    each = float_bytes((cache.num_layers, cache.num_kv_heads, cache.head_dim), 2)
+    text = (
+        f"{cache.dtype}: {tokens:,} tokens take {nbytes:,} bytes, {nbytes / tokens:,.0f} each; "
+        f"float16 takes {each * tokens / nbytes:.2f} times as many, float32 {2 * each * tokens / nbytes:.2f} times"
+    )
+    if nbytes > each * tokens and cache.bytes_per_token < each:
+        text += (
+            f". The text is short: its blocks are not full, and its newest tokens may be floats. In a long text {cache.dtype} takes "
+            f"{each / cache.bytes_per_token:.1f}x fewer bytes than float16"
+        )
+    return text
+
+
+def score_table(scores, cache_shape):
+    """The scores as a table, below those of each runtime's float32 cache.
+
+    Parameters
+    ----------
+    scores : sequence of CacheScore
+    cache_shape : tuple of int
+        (num_layers, num_kv_heads, head_dim).
+
+    Returns
+    -------
+    rich.table.Table
+    """
+    table = Table(box=SIMPLE_HEAD)
+    numbers = ("NLL", "- float32", "KL", "top-1", "bits", "bytes/token", "float32 takes", "float16 takes")
+    for heading in ("cache", *numbers):
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
+
+    def add_row(name, nll, quality, bits, stored):
+        ratios = (f"{float_bytes(cache_shape, itemsize) / stored:.2f}x" for itemsize in (4, 2))
+        table.add_row(name, f"{nll:.5f}", *quality, f"{bits:.2f}", f"{stored:,}", *ratios)
+
+    for runtime, group in groupby(scores, key=lambda score: score.runtime):
+        group = list(group)
+        add_row(REFERENCES[runtime], group[0].nll_float32, ("", "", ""), 32, float_bytes(cache_shape, 4))
+        for score in group:
+            quality = (f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.top1:.2%}")
+            add_row(score.name, score.nll, quality, score.bits_per_element, score.bytes_per_token)
+    return table
+
+
+def compression_table(scores):
+    """The scores of compressed prompts as a table.
+
+    Parameters
+    ----------
+    scores : sequence of CompressionScore
+
+    Returns
+    -------
+    rich.table.Table
+    """
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("method", "bits", "K error", "V error", "output error", "NLL", "- float32", "KL", "top-1"):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for score in scores:
+        errors = (f"{error:.2%}" for error in (score.k_error, score.v_error, score.output_error))
+        quality = (f"{score.nll:.5f}", f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.top1:.2%}")
+        table.add_row(score.name, f"{score.bits_per_element:.2f}", *errors, *quality)
+    return table
+
+
+def retrieval_table(scores):
+    """The scores of retrieval as a table, below those of each runtime's float32 cache.
+
+    Parameters
+    ----------
+    scores : sequence of RetrievalScore
+
+    Returns
+    -------
+    rich.table.Table
+    """
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("cache", "log-prob", "- float32", "+-", "exact answers", "of all", "bits"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
+    for runtime, group in groupby(scores, key=lambda score: score.runtime):
+        group = list(group)
+        first = group[0]
+        table.add_row(
+            REFERENCES[runtime],
+            f"{first.log_prob_float32:.4f}",
+            "",
+            "",
+            f"{first.num_exact_float32} of {first.num_answers}",
+            "",
+            "32.00",
+        )
+        for score in group:
+            table.add_row(
+                score.name,
+                f"{score.log_prob:.4f}",
+                f"{score.difference:+.4f}",
+                f"{score.interval:.4f}",
+                f"{score.num_exact} of {score.num_answers}",
+                f"{score.exact_low:.0%} to {score.exact_high:.0%}",
+                f"{score.bits_per_element:.2f}",
+            )
+    return table
+
+
+def plot_scores(scores, path, title):
+    """Draw KL divergence over bits per element, a labelled point for each score.
+
+    Parameters
+    ----------
+    scores : sequence of CacheScore
+        Scores without divergence do not fit a logarithmic scale, and are listed below the plot.
+    path : path-like
+        The file; its suffix is its type.
+    title : str
+    """
+    shown = [score for score in scores if score.kl > 0]
+    figure = new_figure((7, 4.6))
+    axes = figure.add_subplot(title=title, yscale="log")
+    axes.set_xlabel("bits per element of keys and values, scales included")
+    axes.set_ylabel("KL divergence from a float32 cache\n(nats per token)")
+    axes.grid(True, which="major", color="0.88", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for runtime, style in [
+        ("kvfast", {"marker": "o", "markersize": 5, "color": "black"}),
+        ("llama.cpp", {"marker": "s", "markersize": 8, "markerfacecolor": "none", "markeredgecolor": "black"}),
+    ]:
+        points = [(score.bits_per_element, score.kl) for score in shown if score.runtime == runtime]
+        if points:
+            axes.plot(*zip(*points), linestyle="none", label=runtime, **style)
+    if len({score.runtime for score in shown}) > 1:
+        axes.legend(loc="upper right", frameon=False)
+    axes.margins(x=0.12, y=0.12)
+    if hidden := [score.name for score in scores if score.kl <= 0]:
+        figure.supxlabel(f"no divergence: {', '.join(hidden)}", size=8)
+    _label(figure, axes, shown)
+    figure.savefig(path)
+
+
+def _label(figure, axes, scores):
+    """Write each score's dtype near its point, at a place that covers no point and no other label."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # settles where things are
+    renderer, radius = figure.canvas.get_renderer(), 5 * figure.dpi / 72
+    frame = axes.get_window_extent(renderer)
+    centres = [axes.transData.transform((score.bits_per_element, score.kl)) for score in scores]
+    taken = [Bbox([centre - radius, centre + radius]) for centre in centres]
+    if axes.get_legend():
+        taken.append(axes.get_legend().get_window_extent(renderer))
+    for score in scores:
+        label = axes.annotate(
+            score.dtype,
+            (score.bits_per_element, score.kl),
+            (0, 0),
+            textcoords="offset points",
+            size=8,
+            arrowprops={"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
+        )
+        label.set_in_layout(False)  # nothing moves any more
+        for distance, (right, up) in product(_DISTANCES, _DIRECTIONS):
+            label.set_position((right * distance, up * distance))
+            label.set(ha=("center", "left", "right")[right], va=("center", "bottom", "top")[up])
+            label.update_positions(renderer)
+            box = Text.get_window_extent(label, renderer)  # without the line to the point
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            if inside and not box.count_overlaps(taken):
+                break
+        label.arrow_patch.set_visible(distance > _DISTANCES[0])
+        taken.append(box)

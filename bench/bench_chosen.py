@@ -40,7 +40,7 @@ def choices(rng, context, run, count=16):
 def attending(cache, q, rng, context, run):
     """A call that reads chosen tokens, others each time."""
     chosen = cycle(list(choices(rng, context, run)))
-    return lambda: cache.attend(0, q, chosen=next(chosen), chosen_run=run)
+    return lambda: cache.attend(0, q, indices=next(chosen), index_block=run)
 
 
 def main():

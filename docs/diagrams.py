@@ -14,7 +14,7 @@ WORDS = {
     "codec": "formats, blocks, encode, seal, decode, projection",
     "attention": "request, plan, run; tasks, spans, tiles",
     "storage.memory": "blocks, float rows, known prefixes, who may enter",
-    "storage.tables": "positions to blocks, the states of tokens, rings",
+    "storage.tables": "positions to blocks, the life of tokens, rings",
     "storage.sequences": "all layers of a text, its segments, its heads",
     "storage.batches": "sequences together, the blocks of another scheduler",
     "storage": "settings, and the storage of each kind of cache",

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from kvfast.attention.families import families
-from kvfast.codec.dtypes import ROWS
+from kvfast.codec.dtypes import DTYPE_TABLE
 
 import kvfast
 from kvfast.tools.cli.bench.cases import MODELS
@@ -80,7 +80,7 @@ def dtypes():
     families = {"float": "as it is", "tiled": "multiplied as stored", "packed": "becomes INT8 when it is read"}
     few_bits = "unpacked in registers as it is multiplied"  # KV_FEW_BITS of kvfast/simd
     rows = []
-    for row in ROWS:
+    for row in DTYPE_TABLE:
         codebooks = ", ".join(row.codebooks) or "-"
         levels, scale = (f"{row.levels}", f"{row.scale_bytes} bytes") if row.levels else ("-", "-")
         codes = few_bits if row.bits in (2, 3) else families[row.family]

@@ -95,12 +95,12 @@ typedef struct {
     const ptrdiff_t *spans;    /* (num_spans, 2), a start and a stop of each, or NULL */
     ptrdiff_t num_spans;
     int clamp_spans;
-    const ptrdiff_t *parents;  /* (num_parents,) of the drafts, which are the last tokens, or NULL */
+    const ptrdiff_t *tree_parents;  /* (num_parents,) of the drafts, which are the last tokens, or NULL */
     ptrdiff_t num_parents;
-    const int64_t *chosen;     /* (num_tokens, chosen_heads, num_chosen) positions that each query sees, -1 for none, or NULL */
-    ptrdiff_t num_chosen;
-    int chosen_heads;          /* 0: 1, the same for all KV heads */
-    int chosen_run;            /* 0: 1, single positions; 16: the first ones of runs of 16 */
+    const int64_t *indices;    /* (num_tokens, index_heads, num_indices) positions that each query sees, -1 for none, or NULL */
+    ptrdiff_t num_indices;
+    int index_heads;           /* 0: 1, the same for all KV heads */
+    int index_block;            /* 0: 1, single positions; 16: the first ones of runs of 16 */
     int precision;             /* 0: that of the cache, which Python sets, else of the process; or KVFAST_EXACT, KVFAST_FAST */
 } kvfast_options;
 
@@ -111,7 +111,7 @@ typedef struct {
     ptrdiff_t num_sequences;
     const ptrdiff_t *starts;        /* (num_sequences + 1,): sequence i has rows starts[i] to starts[i + 1]; NULL: 0, 1, 2, ... */
     const ptrdiff_t *span_counts;   /* (num_sequences,): how many of the options' spans each has, in this order; NULL: no spans */
-    const ptrdiff_t *parent_counts; /* (num_sequences,): likewise of the options' parents, which count from 0 in each sequence */
+    const ptrdiff_t *parent_counts; /* (num_sequences,): likewise of the options' tree_parents, which count from 0 in each sequence */
     int no_cascade; /* read blocks that sequences share for each of them, for the bits of attend of each alone */
     const int32_t *block_table;     /* (num_sequences, max_blocks), to attend: blocks of each sequence */
     ptrdiff_t max_blocks;

@@ -26,7 +26,7 @@ cdef bint gains_nothing(const kv_request *request, const kv_layout *layout, Py_s
     tokens are each query's own, and latent rows of many heads have whole passes for each query, so that reading together would save
     few bytes only."""
     cdef const kvfast_options *options = &request.options
-    return (count < 2 or options.sliding_window != 0 or options.attention_chunk_size != 0 or options.chosen != NULL
+    return (count < 2 or options.sliding_window != 0 or options.attention_chunk_size != 0 or options.indices != NULL
             or (layout.latent and request.q.heads % KV_ROWS == 0))
 
 

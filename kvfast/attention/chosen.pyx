@@ -62,10 +62,10 @@ cdef bint open_chosen(kv_chosen *chosen, const kv_call *call, kv_workspace *work
     cdef const kv_given *given = <const kv_given *>call.given
     cdef const kvfast_options *options = &given.request.options
     cdef const kv_layout *layout = given.layout
-    cdef Py_ssize_t tokens = given.request.q.tokens, k = options.num_chosen, run = max(options.chosen_run, 1), heads, rows, i
+    cdef Py_ssize_t tokens = given.request.q.tokens, k = options.num_indices, run = max(options.index_block, 1), heads, rows, i
     cdef int64_t *sorted_
     memset(chosen, 0, sizeof(kv_chosen))
-    chosen.heads = heads = max(options.chosen_heads, 1)
+    chosen.heads = heads = max(options.index_heads, 1)
     rows = call.num_queries * heads
     if <double>tokens * heads * k * run > KV_MAX_TOKENS:  # their bytes are counted in 64 bits
         return no_memory(refusal)
@@ -77,7 +77,7 @@ cdef bint open_chosen(kv_chosen *chosen, const kv_call *call, kv_workspace *work
     memset(chosen.firsts, 0, 2 * rows * sizeof(int64_t))
     for i in range(tokens * heads):
         chosen.firsts[i] = i * k * run
-        memcpy(sorted_, options.chosen + i * k, k * sizeof(int64_t))
+        memcpy(sorted_, options.indices + i * k, k * sizeof(int64_t))
         if not _rise(sorted_, k):
             qsort(sorted_, k, sizeof(int64_t), _compare)
         if not _take(chosen, call.queries + i // heads, i, sorted_, k, run, refusal):
@@ -104,18 +104,18 @@ cdef bint _take(kv_chosen *chosen, const kv_query *query, Py_ssize_t at, const i
         if first == -1:
             continue
         if first < -1 or first % run:
-            return refuse(refusal, VALUE, b"chosen must hold -1 or {multiples}, got {2} for {query}", query.token, head, first, run)
+            return refuse(refusal, VALUE, b"indices must hold -1 or {multiples}, got {2} for {query}", query.token, head, first, run)
         if i and sorted_[i - 1] == first:
-            return refuse(refusal, VALUE, b"chosen must not hold a position twice, got {2} for {query}", query.token, head, first)
+            return refuse(refusal, VALUE, b"indices must not hold a position twice, got {2} for {query}", query.token, head, first)
         for position in range(first, first + min(run, query.stop - first)):
             if position >= query.start or position < query.sink_stop:
                 positions[count] = position
                 count += 1
         if count == before:
-            return refuse(refusal, VALUE, b"chosen holds {2} for {query}, which sees the positions {3} to {4}{first}", query.token,
+            return refuse(refusal, VALUE, b"indices hold {2} for {query}, which sees the positions {3} to {4}{first}", query.token,
                           head, first, query.start, query.stop - 1, query.sink_stop)
     chosen.counts[at] = count
-    return count > 0 or refuse(refusal, VALUE, b"chosen must hold a position for each query, got none for {query}", query.token, head)
+    return count > 0 or refuse(refusal, VALUE, b"indices must hold a position for each query, got none for {query}", query.token, head)
 
 
 cdef void _gather_as(kv_gathered *gathered, const kv_call *call, const kv_layout *layout, int k_dtype, bint few_rows) noexcept nogil:

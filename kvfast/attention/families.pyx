@@ -12,7 +12,7 @@ from kvfast.codec.blocks cimport init_side, kv_layout
 from kvfast.core.kernels cimport KV_FLOAT32, KV_FLOAT_ROWS, KV_HALVES, KV_INTEGERS, KV_PACKED, KV_PACKED_CODES, compiled, kv_kernels
 from kvfast.core.limits cimport KV_LANES
 
-from kvfast.codec.dtypes import ROWS
+from kvfast.codec.dtypes import DTYPE_TABLE
 
 
 cdef int panels_of(const kv_kernels *kernels, const kv_layout *layout) noexcept nogil:
@@ -48,7 +48,7 @@ def families():
             return found
         tier += 1
         names = found[kernels.isa.decode()] = {}
-        for number, row in enumerate(ROWS):
+        for number, row in enumerate(DTYPE_TABLE):
             memset(&layout, 0, sizeof(layout))
             init_side(&layout.k, number, KV_LANES, KV_LANES)
             layout.v = layout.k

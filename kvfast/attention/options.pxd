@@ -23,10 +23,10 @@ cdef extern from "kvfast.h" nogil:
         const Py_ssize_t *spans
         Py_ssize_t num_spans
         int clamp_spans
-        const Py_ssize_t *parents
+        const Py_ssize_t *tree_parents
         Py_ssize_t num_parents
-        const int64_t *chosen
-        Py_ssize_t num_chosen
-        int chosen_heads
-        int chosen_run
+        const int64_t *indices
+        Py_ssize_t num_indices
+        int index_heads
+        int index_block
         int precision

@@ -11,7 +11,7 @@ __all__ = ["AttendOptions"]
 
 
 class AttendOptions(TypedDict, total=False):
-    """The keyword arguments of every `attend`, see `KVCache.attend`; of batches, `spans` and `parents` are lists."""
+    """The keyword arguments of every `attend`, see `KVCache.attend`; of batches, `spans` and `tree_parents` are lists."""
 
     out: NDArray[Any] | None
     scale: float | None
@@ -27,7 +27,7 @@ class AttendOptions(TypedDict, total=False):
     attention_chunk_size: int | None
     spans: Any
     clamp_spans: bool
-    parents: Any
-    chosen: ArrayLike | None
-    chosen_run: int
+    tree_parents: Any
+    indices: ArrayLike | None
+    index_block: int
     precision: str | None

@@ -55,7 +55,7 @@ cdef bint plan_of(kv_plan *plan, const kv_request *request, const kv_layout *lay
     for i in range(count):
         if not _see(plan, members + i):
             return False
-    if request.options.chosen != NULL:
+    if request.options.indices != NULL:
         if not open_chosen(&plan.chosen, &plan.call, plan.workspace, &plan.refusal):
             return False
         plan.given.chosen = &plan.chosen
@@ -103,7 +103,7 @@ cdef bint _reserve_queries(kv_plan *plan, const kv_member *members, Py_ssize_t c
             contexts += 2  # views
             queries += members[i].num_queries * _views(views, members[i].segments + j)
     items = 2 * contexts + min(queries, contexts * <Py_ssize_t>KV_FEW_QUERIES)
-    if request.options.chosen != NULL:
+    if request.options.indices != NULL:
         items = queries
     plan.call.num_queries = queries
     plan.call.items = <kv_item *>reserve(plan.workspace, ITEMS, items * (sizeof(kv_item) + sizeof(kv_keys)))
@@ -154,7 +154,7 @@ cdef void _add(kv_plan *plan, const kv_context *context, Py_ssize_t first_query,
             item.num_queries = n
         end = item.begin + 1
         for i in range(n):
-            end = max(end, first[i].stop, first[i].tree + 1 if first[i].num_runs else 0)
+            end = max(end, first[i].stop, first[i].tree + 1 if first[i].num_stretches else 0)
         _close(plan, item, end)
         first_query += n
         num_queries -= n
@@ -221,7 +221,7 @@ cdef int _add_view(kv_plan *plan, const kv_member *member, const kv_segment *seg
         query = plan.call.queries + row + i
         query[0] = plan.call.queries[member.first_query + i]
         narrow(query, segment, as_sinks)
-        if query.start < query.stop or query.num_runs:
+        if query.start < query.stop or query.num_stretches:
             first, last = min(first, i), i
     if plan.given.chosen != NULL:
         for i in range(member.num_queries):

@@ -93,26 +93,26 @@ cdef bint _fit_arrays(const kvfast_options *o, const kv_layout *layout, Py_ssize
         return refuse(refusal, NOT_FINITE, b"alibi_slopes must be finite, got {value}")
     if not 0 <= o.num_spans <= KV_MAX_TOKENS or (o.spans == NULL and o.num_spans > 0):
         return refuse(refusal, VALUE, b"spans must point to num_spans of them, got {0} and {where}", o.num_spans, <Py_ssize_t>o.spans)
-    if not 0 <= o.num_parents <= KV_MAX_TOKENS or (o.parents == NULL and o.num_parents > 0):
-        return refuse(refusal, VALUE, b"parents must point to num_parents of them, got {0} and {where}", o.num_parents,
-                      <Py_ssize_t>o.parents)
-    if o.chosen == NULL and o.num_chosen == 0:
-        if not 0 <= o.chosen_heads <= 1 or not 0 <= o.chosen_run <= 1:
-            return refuse(refusal, VALUE, b"chosen_heads and chosen_run are for chosen tokens, which are NULL, got {0} and {1}",
-                          o.chosen_heads, o.chosen_run)
+    if not 0 <= o.num_parents <= KV_MAX_TOKENS or (o.tree_parents == NULL and o.num_parents > 0):
+        return refuse(refusal, VALUE, b"tree_parents must point to num_parents of them, got {0} and {where}", o.num_parents,
+                      <Py_ssize_t>o.tree_parents)
+    if o.indices == NULL and o.num_indices == 0:
+        if not 0 <= o.index_heads <= 1 or not 0 <= o.index_block <= 1:
+            return refuse(refusal, VALUE, b"index_heads and index_block are for chosen tokens, which are NULL, got {0} and {1}",
+                          o.index_heads, o.index_block)
         return True
-    if (o.chosen == NULL or not 1 <= o.num_chosen <= KV_MAX_TOKENS or o.chosen_heads < 0
-            or <intptr_t>o.chosen % <intptr_t>sizeof(int64_t)):
-        return refuse(refusal, VALUE, b"chosen must point to num_chosen aligned positions of each query and of each of its "
-                      b"chosen_heads, got {0} of {1} heads at address {2:#x}", o.num_chosen, max(o.chosen_heads, 1),
-                      <Py_ssize_t>o.chosen)
-    if o.chosen_heads > 1 and o.chosen_heads != layout.num_kv_heads:
-        return refuse(refusal, DIMENSION, b"chosen_heads must be 0, 1 or the {0} KV heads of the cache, got {1}", layout.num_kv_heads,
-                      o.chosen_heads)
-    if o.chosen_run not in (0, 1, KV_LANES):
-        return refuse(refusal, VALUE, b"chosen_run must be 1, or with chosen 16, got {0}", o.chosen_run)
+    if (o.indices == NULL or not 1 <= o.num_indices <= KV_MAX_TOKENS or o.index_heads < 0
+            or <intptr_t>o.indices % <intptr_t>sizeof(int64_t)):
+        return refuse(refusal, VALUE, b"indices must point to num_indices aligned positions of each query and of each of its "
+                      b"index_heads, got {0} of {1} heads at address {2:#x}", o.num_indices, max(o.index_heads, 1),
+                      <Py_ssize_t>o.indices)
+    if o.index_heads > 1 and o.index_heads != layout.num_kv_heads:
+        return refuse(refusal, DIMENSION, b"index_heads must be 0, 1 or the {0} KV heads of the cache, got {1}", layout.num_kv_heads,
+                      o.index_heads)
+    if o.index_block not in (0, 1, KV_LANES):
+        return refuse(refusal, VALUE, b"index_block must be 1, or with indices 16, got {0}", o.index_block)
     if o.num_parents or o.alibi_slopes != NULL:
-        return refuse(refusal, VALUE, b"chosen needs parents=None and alibi_slopes=None: a query sees chosen positions alone")
+        return refuse(refusal, VALUE, b"indices need tree_parents=None and alibi_slopes=None: a query sees chosen positions alone")
     return True
 
 
@@ -140,7 +140,7 @@ cdef bint _fit_numbers(const kvfast_options *o, kv_refusal *refusal) noexcept no
     if o.not_causal and o.num_spans:
         return refuse(refusal, VALUE, b"spans need causal=True, got causal=False, with which every query sees all keys")
     if o.not_causal and o.num_parents:
-        return refuse(refusal, VALUE, b"parents need causal=True and spans=None: a draft sees its ancestors alone")
+        return refuse(refusal, VALUE, b"tree_parents need causal=True and spans=None: a draft sees its ancestors alone")
     return True
 
 
@@ -209,8 +209,8 @@ cdef Request open_request(const kv_layout *layout, object q, dict options, str o
         else:
             _set_option(self, name, value, num_sequences)
     c.threads = most_threads(c.options.num_threads)
-    if c.options.chosen == NULL and c.options.chosen_run > 1:
-        raise ValueError(f"chosen_run must be 1, or with chosen {KV_LANES}, got {c.options.chosen_run}")
+    if c.options.indices == NULL and c.options.index_block > 1:
+        raise ValueError(f"index_block must be 1, or with indices {KV_LANES}, got {c.options.index_block}")
     if sink_q is not None:
         self.sink_q = open_rows(sink_q, "q")
         c.sink_q = self.sink_q.rows
@@ -257,8 +257,8 @@ cdef int _set_option(Request self, str name, object value, Py_ssize_t num_sequen
         o.clamp_spans = check_flag(value, "clamp_spans")
     elif name == "num_splits":
         o.num_splits = check_count(value, "num_splits", 0, MOST_SPLITS)
-    elif name == "chosen_run":
-        o.chosen_run = <int>min(check_count(value, "chosen_run", 1), <Py_ssize_t>KV_MAX_TOKENS)
+    elif name == "index_block":
+        o.index_block = <int>min(check_count(value, "index_block", 1), <Py_ssize_t>KV_MAX_TOKENS)
     elif value is None and name in AttendOptions.__optional_keys__:
         return 0
     elif name == "out":
@@ -282,12 +282,12 @@ cdef int _set_option(Request self, str name, object value, Py_ssize_t num_sequen
         o.sinks = _floats_of(self, check_per_head(value, "sinks", self.c.q.heads))
     elif name == "alibi_slopes":
         o.alibi_slopes = _floats_of(self, check_per_head(value, "alibi_slopes", self.c.q.heads))
-    elif name == "chosen":
+    elif name == "indices":
         _set_chosen(self, value)
     elif name == "spans":
         o.spans = _integers_of(self, value, "spans", 2, num_sequences, &o.num_spans, &self.c.span_counts)
-    elif name == "parents":
-        o.parents = _integers_of(self, value, "parents", 1, num_sequences, &o.num_parents, &self.c.parent_counts)
+    elif name == "tree_parents":
+        o.tree_parents = _integers_of(self, value, "tree_parents", 1, num_sequences, &o.num_parents, &self.c.parent_counts)
     else:
         raise TypeError(f"attend takes no option {shown(name)}: see AttendOptions")
     return 0
@@ -302,18 +302,18 @@ cdef const float *_floats_of(Request self, object array) except? NULL:
 cdef int _set_chosen(Request self, object value) except -1:
     """Positions of each query, in ascending order."""
     cdef const int64_t[:, :, ::1] view
-    array = as_array(value, "chosen")
+    array = as_array(value, "indices")
     shape = array.shape
     if array.ndim == 2:
         array = array[:, None]
     if array.ndim != 3 or array.shape[0] != self.c.q.tokens or array.shape[1] not in (1, self.num_kv_heads) or array.shape[2] == 0:
-        raise DimensionMismatchError(f"chosen must have shape ({self.c.q.tokens}, k), or ({self.c.q.tokens}, {self.num_kv_heads}, k) "
+        raise DimensionMismatchError(f"indices must have shape ({self.c.q.tokens}, k), or ({self.c.q.tokens}, {self.num_kv_heads}, k) "
                                      f"with a choice for each KV head, got {shape}")
-    array = check_integers(array, "chosen", np.int64, 3)
+    array = check_integers(array, "indices", np.int64, 3)
     array.sort(axis=2)
     view = array
     self.arrays.append(array)
-    self.c.options.chosen, self.c.options.num_chosen, self.c.options.chosen_heads = &view[0, 0, 0], view.shape[2], <int>view.shape[1]
+    self.c.options.indices, self.c.options.num_indices, self.c.options.index_heads = &view[0, 0, 0], view.shape[2], <int>view.shape[1]
     return 0
 
 

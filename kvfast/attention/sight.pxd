@@ -3,7 +3,7 @@ from libc.stdint cimport uint64_t
 
 from kvfast.attention.refusals cimport kv_refusal
 from kvfast.attention.request cimport kv_request
-from kvfast.attention.tasks cimport kv_query, kv_run
+from kvfast.attention.tasks cimport kv_query, kv_stretch
 from kvfast.attention.workspace cimport kv_workspace
 from kvfast.codec.blocks cimport kv_context
 from kvfast.core.kernels cimport kv_transform
@@ -34,7 +34,7 @@ ctypedef struct kv_member:
     const Py_ssize_t *spans    # (num_spans, 2) in ascending order
     Py_ssize_t num_spans
     const uint64_t *ancestors  # of each draft of a tree, a bit for each draft, its own included
-    kv_run *runs               # of each draft, see `kv_query`
+    kv_stretch *stretches       # of each draft, see `kv_query`
     Py_ssize_t num_drafts
     Py_ssize_t begin           # its own item begins here
     int parts                  # partial results before its own item

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """What a query sees: sink tokens, a window, a chunk, spans, its ancestors in a tree of drafts; in each segment of a spliced sequence.
 
-A query sees its sink tokens, a range of positions, and those runs of ancestors in a tree that do not follow on it (``kv_query``).
+A query sees its sink tokens, a range of positions, and those stretches of ancestors in a tree that do not follow on it (``kv_query``).
 """
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport qsort
@@ -10,7 +10,7 @@ from libc.string cimport memcpy
 from kvfast.attention.options cimport kvfast_options
 from kvfast.attention.refusals cimport VALUE, kv_refusal, no_memory, refuse
 from kvfast.attention.request cimport kv_request
-from kvfast.attention.tasks cimport kv_query, kv_run
+from kvfast.attention.tasks cimport kv_query, kv_stretch
 from kvfast.attention.workspace cimport SIGHT, kv_workspace, reserve
 
 cdef extern from *:
@@ -23,7 +23,7 @@ cdef extern from *:
 
 cdef enum:
     MOST_DRAFTS = 64           # of a tree: the bits of a word
-    MOST_RUNS = 32             # that these can make
+    MOST_STRETCHES = 32        # that these can make
 
 
 cdef int _compare(const void *a, const void *b) noexcept nogil:
@@ -38,7 +38,7 @@ cdef bint open_sight(const kv_request *request, kv_workspace *workspace, kv_memb
     cdef Py_ssize_t span = 0, draft = 0, num_spans = options.num_spans, num_parents = options.num_parents, i, number
     cdef Py_ssize_t *spans
     cdef uint64_t *ancestors
-    cdef kv_run *runs
+    cdef kv_stretch *stretches
     cdef kv_member *member
     if num_spans == 0 and num_parents == 0 and request.span_counts == NULL and request.parent_counts == NULL:
         return True
@@ -56,18 +56,18 @@ cdef bint open_sight(const kv_request *request, kv_workspace *workspace, kv_memb
             refusal.member = number
             return False
     spans = <Py_ssize_t *>reserve(workspace, SIGHT, 2 * num_spans * sizeof(Py_ssize_t)
-                                  + num_parents * (sizeof(uint64_t) + MOST_RUNS * sizeof(kv_run)) + 1)
+                                  + num_parents * (sizeof(uint64_t) + MOST_STRETCHES * sizeof(kv_stretch)) + 1)
     if spans == NULL:
         return no_memory(refusal)
     ancestors = <uint64_t *>(spans + 2 * num_spans)
-    runs = <kv_run *>(ancestors + num_parents)
+    stretches = <kv_stretch *>(ancestors + num_parents)
     for i in range(count):
         member, number = members + i, i if request.is_batch else -1
-        member.spans, member.ancestors, member.runs = spans + 2 * span, ancestors + draft, runs + draft * MOST_RUNS
+        member.spans, member.ancestors, member.stretches = spans + 2 * span, ancestors + draft, stretches + draft * MOST_STRETCHES
         if member.num_spans and not _open_spans(options.spans + 2 * span, spans + 2 * span, member, refusal):
             refusal.member = number
             return False
-        if member.num_drafts and not _open_tree(options.parents + draft, ancestors + draft, member, refusal):
+        if member.num_drafts and not _open_tree(options.tree_parents + draft, ancestors + draft, member, refusal):
             refusal.member = number
             return False
         span += member.num_spans
@@ -95,16 +95,16 @@ cdef bint _fit_counts(const kv_member *member, kv_refusal *refusal) noexcept nog
     if member.num_drafts == 0:
         return True
     if member.num_spans:
-        return refuse(refusal, VALUE, b"parents{at} need causal=True and spans=None for their sequence: a draft sees its ancestors "
-                      b"alone")
+        return refuse(refusal, VALUE, b"tree_parents{at} need causal=True and spans=None for their sequence: a draft sees its "
+                      b"ancestors alone")
     if member.num_drafts > min(member.num_queries, <Py_ssize_t>MOST_DRAFTS):
-        return refuse(refusal, VALUE, b"parents{at} must have at most {0} drafts, and no more than the {1} tokens of q, got {2}",
+        return refuse(refusal, VALUE, b"tree_parents{at} must have at most {0} drafts, and no more than the {1} tokens of q, got {2}",
                       MOST_DRAFTS, member.num_queries, member.num_drafts)
     if member.num_segments:
         newest = member.length - member.segments[member.num_segments - 1].start
         if member.num_drafts > newest:
-            return refuse(refusal, VALUE, b"parents{at} must have at most {0} drafts, as many tokens as were appended since the last "
-                          b"splice, got {1}", newest, member.num_drafts)
+            return refuse(refusal, VALUE, b"tree_parents{at} must have at most {0} drafts, as many tokens as were appended since the "
+                          b"last splice, got {1}", newest, member.num_drafts)
     return True
 
 
@@ -130,7 +130,8 @@ cdef bint _open_tree(const Py_ssize_t *parents, uint64_t *ancestors, const kv_me
     cdef Py_ssize_t i
     for i in range(member.num_drafts):
         if not -1 <= parents[i] < i:
-            return refuse(refusal, VALUE, b"parents{at} must be -1 or a draft before its child, got {0} for draft {1}", parents[i], i)
+            return refuse(refusal, VALUE, b"tree_parents{at} must be -1 or a draft before its child, got {0} for draft {1}",
+                          parents[i], i)
         ancestors[i] = (<uint64_t>1 << i) | (ancestors[parents[i]] if parents[i] >= 0 else 0)
     return True
 
@@ -165,7 +166,7 @@ cdef void _sees(const kv_request *request, const kv_member *member, kv_query *qu
                 query.start = min(query.start, member.spans[2 * i])
     query.sink_stop = min(max(options.num_sink_tokens, <Py_ssize_t>0), query.start)
     query.parts = 0
-    query.num_runs = query.tree = 0
+    query.num_stretches = query.tree = 0
 
 
 cdef void _sees_tree(const kv_request *request, const kv_member *member, kv_query *query, Py_ssize_t tree,
@@ -173,7 +174,7 @@ cdef void _sees_tree(const kv_request *request, const kv_member *member, kv_quer
     """Set what a draft sees: positions before `tree`, where the drafts begin, and its ancestors. Its depth is its position."""
     cdef uint64_t kept = 0, ancestors = member.ancestors[draft]
     cdef Py_ssize_t depth = kv_count_bits(ancestors) - 1, place
-    cdef kv_run *run = member.runs + draft * MOST_RUNS
+    cdef kv_stretch *one = member.stretches + draft * MOST_STRETCHES
     _sees(request, member, query, tree + depth)
     query.tree, query.stop = tree, tree
     for place in range(tree, query.start):  # ancestors before a window or a chunk, of which sink tokens stay
@@ -190,14 +191,14 @@ cdef void _sees_tree(const kv_request *request, const kv_member *member, kv_quer
             query.stop += 1
             if query.stop - tree == MOST_DRAFTS:
                 break
-    query.runs = run
+    query.stretches = one
     while ancestors:
         # Ancestors follow each other in depth, down to the draft itself. So the distance of these is that of their depths.
-        run.first, run.shift = kv_first_bit(ancestors), kv_first_bit(ancestors) - (depth + 1 - kv_count_bits(ancestors))
-        run.count = kv_first_bit(~(ancestors >> run.first))
-        ancestors &= ~(((<uint64_t>1 << (run.count - 1) << 1) - 1) << run.first)
-        query.num_runs += 1
-        run += 1
+        one.first, one.shift = kv_first_bit(ancestors), kv_first_bit(ancestors) - (depth + 1 - kv_count_bits(ancestors))
+        one.count = kv_first_bit(~(ancestors >> one.first))
+        ancestors &= ~(((<uint64_t>1 << (one.count - 1) << 1) - 1) << one.first)
+        query.num_stretches += 1
+        one += 1
 
 
 cdef Py_ssize_t end_of(const kv_segment *segment) noexcept nogil:
@@ -239,10 +240,10 @@ cdef void narrow(kv_query *query, const kv_segment *segment, bint as_sinks) noex
     cdef Py_ssize_t base = segment.start - segment.first, begin, end
     cdef bint begins = _begins(segment)
     if as_sinks or end_of(segment) <= query.tree:  # a tree lies in the last segment
-        query.num_runs = 0
+        query.num_stretches = 0
     query.tree -= base
     begin, end = _within(segment, query.start, query.stop)
-    if as_sinks or begins and begin == end and query.num_runs == 0:
+    if as_sinks or begins and begin == end and query.num_stretches == 0:
         begin, end = _within(segment, 0, query.sink_stop)
         begins = False
     query.position -= base

@@ -3,7 +3,7 @@
 first tokens, the newest, and those of patched blocks."""
 from cpython.pyport cimport PY_SSIZE_T_MAX
 
-from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_run, kv_task,
+from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_stretch, kv_task,
                                      own_of)
 from kvfast.attention.tiles cimport attend_range, kv_range, load, step_of, touch, touch_first_floats, touch_sinks
 from kvfast.codec.blocks cimport block_of, kv_context, kv_layout, patched_from
@@ -73,7 +73,7 @@ cdef void read(kv_task *task) noexcept nogil:
         begin = min(begin, query.start)
         end = max(end, query.stop)
         sinks_end = max(sinks_end, query.sink_stop)
-        if query.num_runs:
+        if query.num_stretches:
             tree = query.tree
     begin = max(begin // step * step, task.begin)
     end = min(end, task.end)
@@ -98,15 +98,15 @@ cdef void read(kv_task *task) noexcept nogil:
         following = kv_range(given.layout, given.tile, end, item.end)
         _attend_span(task, begin, end, own.starts, own.stops, &following if task.split + 1 < task.end_split else NULL)
     if item.members == NULL and task.begin <= tree < task.end:
-        _read_runs(task)
+        _read_stretches(task)
         open_rows(task)  # for the next split
 
 
-cdef void _read_runs(kv_task *task) noexcept nogil:
-    """Read what the task's rows see of a tree besides: in each pass, one run of each row."""
+cdef void _read_stretches(kv_task *task) noexcept nogil:
+    """Read what the task's rows see of a tree besides: in each pass, one stretch of each row."""
     cdef kv_own *own = own_of(task)
     cdef const kv_query *query
-    cdef const kv_run *run
+    cdef const kv_stretch *one
     cdef Py_ssize_t begin, end = 1, step = step_of(task)
     cdef int r, i = 0
     while end:
@@ -114,11 +114,11 @@ cdef void _read_runs(kv_task *task) noexcept nogil:
         for r in range(task.rows):
             query = task.call.queries + own.tokens[r]
             own.starts[r] = own.stops[r] = 0
-            if i >= query.num_runs:
+            if i >= query.num_stretches:
                 continue
-            run = query.runs + i
-            own.query_at[r] = query.position + run.shift
-            own.starts[r], own.stops[r] = query.tree + run.first, query.tree + run.first + run.count
+            one = query.stretches + i
+            own.query_at[r] = query.position + one.shift
+            own.starts[r], own.stops[r] = query.tree + one.first, query.tree + one.first + one.count
             begin, end = min(begin, own.starts[r]), max(end, own.stops[r])
         if end:
             _attend_span(task, begin // step * step, end, own.starts, own.stops, NULL)

@@ -15,14 +15,14 @@ cdef extern from "attention/walk/walk.h" nogil:
     ctypedef struct kv_call
     ctypedef struct kv_task
 
-    ctypedef struct kv_run:
+    ctypedef struct kv_stretch:
         Py_ssize_t first, count, shift
 
     ctypedef struct kv_query:
         Py_ssize_t token, position, sink_stop, start, stop, partial
         int parts, slots
-        const kv_run *runs
-        int num_runs
+        const kv_stretch *stretches
+        int num_stretches
         Py_ssize_t tree
 
     ctypedef struct kv_item:

@@ -199,7 +199,7 @@ class MLAKVCache(SequenceCache):
         return np.concatenate((k, np.broadcast_to(rope, (*k.shape[:2], self.rope_dim))), axis=2), v
 
     def top_k(self, layer: int, q: ArrayLike, weights: ArrayLike, k: int, *, num_threads: int | None = None) -> NDArray[np.int64]:
-        """The best positions for the last tokens by an indexer, whose keys are the rows of a layer, for the `chosen` of `attend`.
+        """The best positions for the last tokens by an indexer, whose keys are the rows of a layer, for the `indices` of `attend`.
 
         The score of a position is ``sum over heads h of weights[h] * max(q[h] . row, 0)``, the lightning indexer of DeepSeek-V3.2
         (arXiv 2512.02556). A positive factor in it changes nothing.

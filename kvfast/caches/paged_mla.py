@@ -135,7 +135,7 @@ class PagedMLAKVCache(Pool):
         cu_seqlens_q: ArrayLike | None = None,
         num_threads: int | None = None,
     ) -> NDArray[np.int64]:
-        """The best positions of an indexer in each sequence of a ragged batch, for the `chosen` of `attend_batch`.
+        """The best positions of an indexer in each sequence of a ragged batch, for the `indices` of `attend_batch`.
 
         Parameters
         ----------

@@ -369,9 +369,9 @@ class Pool(StorageProperties):
             window or chunks). The result differs by rounding. With a multiple of 16 query heads, latent rows gain nothing from it, and
             each sequence is read separately.
         **options
-            As in `KVCache.attend`. `chosen` has the positions of all queries of `q`, each within its own sequence. In a pool with a
+            As in `KVCache.attend`. `indices` has the positions of all queries of `q`, each within its own sequence. In a pool with a
             window, the window and sink tokens of the pool are the defaults and the largest values allowed.
-        spans, parents : list with one entry per sequence, optional
+        spans, tree_parents : list with one entry per sequence, optional
             As in `KVCache.attend`, or None for a sequence without them.
 
         Returns

@@ -52,8 +52,8 @@ class RingRope:
         """The window of a call; ValueError for what a ring cannot show whose rows were rotated."""
         if options.get("attention_chunk_size") is not None:
             raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
-        if options.get("parents") is not None:
-            raise ValueError("parents must be None in a ring with a rope, which has rotated each draft for its row")
+        if options.get("tree_parents") is not None:
+            raise ValueError("tree_parents must be None in a ring with a rope, which has rotated each draft for its row")
         window = options.get("sliding_window")
         window = self._windows[layer] if window is None else check_size(window, "sliding_window", 1)
         if options.get("spans") is not None and window is not None and not options.get("clamp_spans"):

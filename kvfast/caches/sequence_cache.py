@@ -213,16 +213,16 @@ class SequenceCache(StorageProperties):
         clamp_spans : bool
             If True, the tokens of a span see no key before their own window or chunk, as Gemma 4 has it. It matters for spans that are
             longer than these.
-        parents : integers of shape (num_drafts,), optional
+        tree_parents : integers of shape (num_drafts,), optional
             The last tokens are a tree of drafts, at most 64, each with a query in `q`: the parent of each is an earlier draft, or -1
             for the last token before the tree. A draft sees the tokens before the tree, its own ancestors and itself. Its position is
             its depth in the tree: windows, chunks and `alibi_slopes` go by it, and the keys must have been rotated for it.
-        chosen : integers of shape (num_tokens, k) or (num_tokens, num_kv_heads, k), optional
+        indices : integers of shape (num_tokens, k) or (num_tokens, num_kv_heads, k), optional
             The positions that each query reads, of all that it would see, in any order: those that an indexer has found best
             (DeepSeek-V3.2). Rows that have fewer end in -1. No other key is read. With one row for each query, all KV heads read the
-            same. Goes without `parents` and `alibi_slopes`.
-        chosen_run : int
-            1, or 16: each position in `chosen` is then a multiple of 16, and stands for 16 tokens, of which a query reads those that
+            same. Goes without `tree_parents` and `alibi_slopes`.
+        index_block : int
+            1, or 16: each position in `indices` is then a multiple of 16, and stands for 16 tokens, of which a query reads those that
             it sees. Whole runs are read at the speed of memory. A single token touches as many bytes of keys as its run does.
         precision : str, optional
             ``"exact"``, or ``"fast"``: queries and softmax weights are then rounded to 8 bits where this saves time, see
@@ -463,7 +463,7 @@ class SequenceCache(StorageProperties):
         n : int
         keep : integers of shape (num_kept,), optional
             Also keep these of the later tokens, whether they were counted or not: rising numbers, 0 for the token at position
-            `n`, as in the `parents` of `attend`. They follow directly on the first `n` tokens, and no bit of them changes. So
+            `n`, as in the `tree_parents` of `attend`. They follow directly on the first `n` tokens, and no bit of them changes. So
             one call keeps the right branch of a tree of drafts. Call it before `advance`: tokens that were not counted before
             are not counted afterwards, either, and no block of them is sealed yet.
 

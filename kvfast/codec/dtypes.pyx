@@ -19,11 +19,11 @@ cdef object _row(int number):
                  *map(tuple, words))
 
 
-ROWS = tuple([_row(number) for number in range(KV_NUM_DTYPES)])
-NAMES = tuple(dict.fromkeys(row.name for row in ROWS))
-FLOATS = tuple([row.name for row in ROWS if row.family == "float"])
-_NUMBERS = {name: number for number, row in reversed(list(enumerate(ROWS))) for name in (row.name, *row.also)}
-_BY_CODEBOOK = {(row.name, codebook): number for number, row in enumerate(ROWS) for codebook in row.codebooks}
+DTYPE_TABLE = tuple([_row(number) for number in range(KV_NUM_DTYPES)])
+NAMES = tuple(dict.fromkeys(row.name for row in DTYPE_TABLE))
+FLOATS = tuple([row.name for row in DTYPE_TABLE if row.family == "float"])
+_NUMBERS = {name: number for number, row in reversed(list(enumerate(DTYPE_TABLE))) for name in (row.name, *row.also)}
+_BY_CODEBOOK = {(row.name, codebook): number for number, row in enumerate(DTYPE_TABLE) for codebook in row.codebooks}
 
 
 cdef int parse_dtype(object dtype, str codebook=None) except -1:
@@ -34,28 +34,28 @@ cdef int parse_dtype(object dtype, str codebook=None) except -1:
     number = _NUMBERS.get(name.strip().lower())
     if number is None:
         raise ValueError(f"unknown storage dtype {shown(dtype)}; choose one of {', '.join(NAMES)}")
-    return _BY_CODEBOOK.get((ROWS[number].name, codebook), number)
+    return _BY_CODEBOOK.get((DTYPE_TABLE[number].name, codebook), number)
 
 
 def canonical_dtype(dtype):
     """The name of a storage dtype, of any of its names."""
-    return ROWS[parse_dtype(dtype)].name
+    return DTYPE_TABLE[parse_dtype(dtype)].name
 
 
 def dtype_row(dtype, codebook="uniform"):
     """The `Dtype` of a name, with the codebook if it has that."""
-    return ROWS[parse_dtype(dtype, codebook)]
+    return DTYPE_TABLE[parse_dtype(dtype, codebook)]
 
 
 def names_with(option):
     """Names of the dtypes that have an option of KVFormat, for reading."""
-    return " and ".join(dict.fromkeys(row.name for row in ROWS if option in row.options))
+    return " and ".join(dict.fromkeys(row.name for row in DTYPE_TABLE if option in row.options))
 
 
 cdef str dtype_name(int dtype):
-    return ROWS[dtype].name
+    return DTYPE_TABLE[dtype].name
 
 
 cdef str codes_name(int dtype):
     """The same with the codebook of INT4."""
-    return ROWS[dtype].number.lower()
+    return DTYPE_TABLE[dtype].number.lower()

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kvfast.codec.dtypes import CODEBOOKS, ROWS, dtype_row
+from kvfast.codec.dtypes import CODEBOOKS, DTYPE_TABLE, dtype_row
 from kvfast.codec.formats import KVFormat
 from kvfast.core.checks import check_choice, check_flag, check_size
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_Q_HEADS
 from kvfast.core.text import shown
 
-_BITS = [row.bits for row in ROWS if row.name.startswith("int")]
+_BITS = [row.bits for row in DTYPE_TABLE if row.name.startswith("int")]
 
 
 @dataclass(frozen=True)

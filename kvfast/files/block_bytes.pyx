@@ -34,7 +34,7 @@ cdef Py_ssize_t num_full_blocks(BlockTable table) noexcept:
 
 cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) except -1:
     """Number of blocks after the full ones in which the layer has codes."""
-    cdef Py_ssize_t slots = table.states.slots_with_codes(layer, table.length, table.longest())
+    cdef Py_ssize_t slots = table.life.slots_with_codes(layer, table.length, table.longest())
     return (slots + table.pool.block_size - 1) // table.pool.block_size - num_full_blocks(table)
 
 
@@ -77,8 +77,8 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     result = []
     if layout.floats == NULL:
         return result
-    cdef Py_ssize_t floats_begin = table.states.begins[layer]
-    begin = {index: index * size + kept_codes for index, kept_codes in table.states.patches(layer, table.length, longest)
+    cdef Py_ssize_t floats_begin = table.life.begins[layer]
+    begin = {index: index * size + kept_codes for index, kept_codes in table.life.patches(layer, table.length, longest)
              if index * size < floats_begin}
     for position in table.pieces():
         for head in range(floats.pieces.num_kv_heads):
@@ -112,7 +112,7 @@ cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict state):
     cdef BlockTable other = table.empty(table.pool)
     other.check_resume_state(length, state)
     other.set_resume_state(length, state)
-    other.states.planned = other.states.saved_layers(state)
+    other.life.planned = other.life.saved_layers(state)
     return other
 
 
@@ -126,7 +126,7 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1
         pool.first_blocks = min(pool.first_blocks, max(4 * count, <Py_ssize_t>8))
     table.open(count)
     table.set_resume_state(length, state)
-    table.states.set_codes(table.states.saved_layers(state))
+    table.life.set_codes(table.life.saved_layers(state))
     for position in table.pieces():
         slot = table.map.slot(position)
         pool.floats.add(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + KV_PIECE)

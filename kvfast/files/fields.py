@@ -184,7 +184,7 @@ SETTINGS = either(
     },
 )
 
-# What is left of the tokens of a block table; see `BlockTable.resume_state` and `TokenStates.saved`.
+# What is left of the tokens of a block table; see `BlockTable.resume_state` and `TokenLife.saved`.
 _LAYER = {"floats_begin": TOKENS, "kept_codes": TOKENS, "patches_": list_of(list_of(TOKENS, 2, 2), 0, MAX_TOKENS)}
 TABLES = list_of(
     fields(

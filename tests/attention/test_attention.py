@@ -86,15 +86,15 @@ def test_options(isa, rng, dtype, options):
 
 @pytest.mark.parametrize("length, n", [(1, 2), (5, 40), (63, 64), (130, 700)])
 @pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 20}, {"sliding_window": 3, "num_sink_tokens": 2}, {"softcap": 2.0}, {"alibi": 1}, {"chosen": 1}]
+    "options", [{}, {"sliding_window": 20}, {"sliding_window": 3, "num_sink_tokens": 2}, {"softcap": 2.0}, {"alibi": 1}, {"indices": 1}]
 )
 def test_more_queries_than_keys(isa, rng, length, n, options):
     """A decoder reads a short encoder. Queries beyond the keys stand before the first of them."""
     k, v, q, options = normal(rng, length, 2, 64), normal(rng, length, 2, 64), normal(rng, n, 6, 64), dict(options)
     if options.pop("alibi", None):
         options["alibi_slopes"] = rng.uniform(0.01, 0.1, 6).astype(np.float32)
-    if options.pop("chosen", None):
-        options["chosen"] = np.argsort(rng.random((n, length)))[:, : min(length, 7)]
+    if options.pop("indices", None):
+        options["indices"] = np.argsort(rng.random((n, length)))[:, : min(length, 7)]
     out, lse = kvfast.attention(q, k, v, causal=False, return_lse=True, **options)
     expected, expected_lse = attention(q, k, v, causal=False, **options)
     assert relative_error(out, expected) < 1e-5 and np.abs(lse - expected_lse).max() < 1e-4

@@ -54,8 +54,8 @@ def test_against_float64_on_every_tier(isa, rng, dtype, options):
     cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype=FORMATS.get(dtype, dtype)), *tokens(rng))
     for n, k, run, heads in ((1, 40, 1, HEADS), (5, 300, 1, 1), (40, 7, 1, HEADS), (3, 19, 16, 1), (20, 6, 16, HEADS), (1, 1, 1, 1)):
         q, chosen = queries(rng, n), choice(rng, n, k, run, heads, **options)
-        expected, lse = attention(q, cache.k(0), cache.v(0), chosen=chosen, chosen_run=run, **options)
-        got, got_lse = cache.attend(0, q, chosen=chosen, chosen_run=run, return_lse=True, **options)
+        expected, lse = attention(q, cache.k(0), cache.v(0), indices=chosen, index_block=run, **options)
+        got, got_lse = cache.attend(0, q, indices=chosen, index_block=run, return_lse=True, **options)
         assert relative_error(got, expected) < bound(dtype) and np.abs(got_lse - lse).max() < 1e-3
 
 
@@ -70,8 +70,8 @@ def test_blocks_that_were_cut_and_counted(isa, rng, dtype):
     length = cache.layer_length(0)
     for n, most, run in ((1, 500, 1), (1, 40, 16), (9, 100, 1), (9, 30, 16)):
         q, chosen = queries(rng, n), choice(rng, n, most, run, length=length)
-        expected, _ = attention(q, cache.k(0), cache.v(0), chosen=chosen, chosen_run=run)
-        assert relative_error(cache.attend(0, q, chosen=chosen, chosen_run=run), expected) < bound(dtype)
+        expected, _ = attention(q, cache.k(0), cache.v(0), indices=chosen, index_block=run)
+        assert relative_error(cache.attend(0, q, indices=chosen, index_block=run), expected) < bound(dtype)
 
 
 @parametrize("dtype", latent_reference.DTYPES, ["int8", "int4", "bfloat16", "float32"])
@@ -84,16 +84,16 @@ def test_latent_rows(isa, rng, dtype, num_q_heads):
     sequences = [filled(pool.new_sequence(), latents), filled(pool.new_sequence(), latents[:150])]
     for n, k, run in ((1, 200, 1), (3, 9, 16)):
         q, chosen = latent_reference.rows(rng, n, num_q_heads, 64), choice(rng, n, k, run, 1)
-        got = cache.attend(0, q, scale=scale, chosen=chosen, chosen_run=run)
-        expected, _ = attention(q, stored[:, None], stored[:, None, :48], scale=scale, chosen=chosen, chosen_run=run)
+        got = cache.attend(0, q, scale=scale, indices=chosen, index_block=run)
+        expected, _ = attention(q, stored[:, None], stored[:, None, :48], scale=scale, indices=chosen, index_block=run)
         assert relative_error(got, expected) < bound(dtype)
         others = choice(rng, n, k, run, 1, 150)
         both = np.concatenate((q, q)), sequences
-        batch = {"cu_seqlens_q": [0, n, 2 * n], "scale": scale, "chosen": np.concatenate((chosen, others)), "chosen_run": run}
+        batch = {"cu_seqlens_q": [0, n, 2 * n], "scale": scale, "indices": np.concatenate((chosen, others)), "index_block": run}
         assert np.array_equal(pool.attend_batch(0, *both, **batch)[:n], got)
-        alone = sequences[1].attend(0, q, scale=scale, chosen=others, chosen_run=run)
+        alone = sequences[1].attend(0, q, scale=scale, indices=others, index_block=run)
         assert np.array_equal(pool.attend_batch(0, *both, **batch)[n:], alone)
-    plans = cache.explain(0, (1, num_q_heads, 64), chosen=chosen[:1], chosen_run=run), cache.explain(0, (1, num_q_heads, 64))
+    plans = cache.explain(0, (1, num_q_heads, 64), indices=chosen[:1], index_block=run), cache.explain(0, (1, num_q_heads, 64))
     assert plans[0].bytes_read < plans[1].bytes_read
 
 
@@ -102,23 +102,23 @@ def test_the_bits_do_not_depend_on_threads_order_pads_and_companions(rng, dtype)
     k, v = tokens(rng, 3000)
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), k, v), queries(rng, 12)
     for run, heads in ((1, HEADS), (16, HEADS), (1, 1), (16, 1)):
-        options = {"chosen_run": run, "num_splits": 3}
+        options = {"index_block": run, "num_splits": 3}
         chosen = choice(rng, 12, 1500 // run, run, heads, 3000)
-        whole = cache.attend(0, q, chosen=chosen, **options)
+        whole = cache.attend(0, q, indices=chosen, **options)
         for threads in (1, 2, 5):
-            assert np.array_equal(cache.attend(0, q, chosen=chosen, num_threads=threads, **options), whole)
+            assert np.array_equal(cache.attend(0, q, indices=chosen, num_threads=threads, **options), whole)
         for i in range(11, 12):
-            assert np.array_equal(cache.attend(0, q[i:], chosen=chosen[i:], **options), whole[i:])
+            assert np.array_equal(cache.attend(0, q[i:], indices=chosen[i:], **options), whole[i:])
         mixed = np.concatenate((np.full_like(chosen, -1), rng.permuted(chosen, axis=-1)), axis=-1)
-        assert np.array_equal(cache.attend(0, q, chosen=mixed, **options), whole)
+        assert np.array_equal(cache.attend(0, q, indices=mixed, **options), whole)
         if heads == 1:
             apart = np.repeat(chosen[:, None], HEADS, axis=1)
-            assert np.array_equal(cache.attend(0, q, chosen=apart, **options), whole)
+            assert np.array_equal(cache.attend(0, q, indices=apart, **options), whole)
         if run == 16:
             singles = (chosen[..., None] + np.arange(16)).reshape(*chosen.shape[:-1], -1)
             at = np.arange(2988, 3000).reshape(12, *[1] * (chosen.ndim - 1))
             singles[(np.repeat(chosen, 16, axis=-1) < 0) | (singles > at)] = -1
-            assert np.array_equal(cache.attend(0, q, chosen=singles, num_splits=3), whole)
+            assert np.array_equal(cache.attend(0, q, indices=singles, num_splits=3), whole)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
@@ -126,21 +126,21 @@ def test_pools_and_tables_of_another_scheduler(rng, dtype):
     k, v = tokens(rng)
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), k, v), queries(rng, 20)
     chosen = choice(rng, 20, 30)
-    whole = cache.attend(0, q, chosen=chosen)
+    whole = cache.attend(0, q, indices=chosen)
     pool = kvfast.PagedKVCache(1, HEADS, DIM, 16, dtype=dtype)
     one, other = filled(pool.new_sequence(), k, v), filled(pool.new_sequence(), k[:100], v[:100])
     others = choice(rng, 4, 30, length=100)
-    batch = {"cu_seqlens_q": [0, 20, 24], "chosen": np.concatenate((chosen, others))}
+    batch = {"cu_seqlens_q": [0, 20, 24], "indices": np.concatenate((chosen, others))}
     both = pool.attend_batch(0, np.concatenate((q, q[:4])), [one, other], **batch)
-    assert np.array_equal(both[:20], whole) and np.array_equal(both[20:], other.attend(0, q[:4], chosen=others))
+    assert np.array_equal(both[:20], whole) and np.array_equal(both[20:], other.attend(0, q[:4], indices=others))
     assert pool.explain_batch(0, (24, 6, DIM), [one, other], **batch).num_tasks == 24 * HEADS
     if dtype != "int4":
         external = kvfast.PagedKVCache(1, HEADS, DIM, 8, 64, dtype=dtype)
         prepared = external.prepare_batch(np.arange(5)[None], np.array([TOKENS]), [0, 20], np.arange(280, 300))
         external.append_batch(0, k[:280], v[:280], np.arange(280))
         external.append_batch(0, k[280:], v[280:], prepared)
-        assert np.array_equal(external.attend_batch(0, q, prepared, chosen=chosen), whole)
-    assert relative_error(kvfast.attention(q, cache.k(0), cache.v(0), chosen=chosen), whole) < 1e-3
+        assert np.array_equal(external.attend_batch(0, q, prepared, indices=chosen), whole)
+    assert relative_error(kvfast.attention(q, cache.k(0), cache.v(0), indices=chosen), whole) < 1e-3
 
 
 def test_a_prefix_that_sequences_share_is_not_read_together(rng):
@@ -151,9 +151,9 @@ def test_a_prefix_that_sequences_share_is_not_read_together(rng):
     for member, extra in zip(members, (0, 30)):
         filled(member, k[640 + extra : 644 + extra], v[640 + extra : 644 + extra])
     chosen = choice(rng, 2, 60, length=600)
-    got = pool.attend_batch(0, q, members, chosen=chosen)
+    got = pool.attend_batch(0, q, members, indices=chosen)
     for i, member in enumerate(members):
-        assert np.array_equal(got[i : i + 1], member.attend(0, q[i : i + 1], chosen=chosen[i : i + 1]))
+        assert np.array_equal(got[i : i + 1], member.attend(0, q[i : i + 1], indices=chosen[i : i + 1]))
 
 
 @pytest.mark.parametrize("dim, strides", [(32, 1), (20, 1), (32, 3)])
@@ -163,8 +163,8 @@ def test_plain_arrays(rng, dim, strides):
     q = rng.standard_normal((4, 6, dim)).astype(np.float32)
     for run in (1, 16):
         chosen = choice(rng, 4, 12, run)
-        expected, _ = attention(q, k, v, chosen=chosen, chosen_run=run)
-        assert relative_error(kvfast.attention(q, k, v, chosen=chosen, chosen_run=run), expected) < 1e-5
+        expected, _ = attention(q, k, v, indices=chosen, index_block=run)
+        assert relative_error(kvfast.attention(q, k, v, indices=chosen, index_block=run), expected) < 1e-5
 
 
 def test_rings(rng):
@@ -173,10 +173,10 @@ def test_rings(rng):
     ring = filled(kvfast.RingKVCache(1, HEADS, DIM, dtype="float32", **options), k, v)
     for run in (1, 16):
         chosen = choice(rng, 12, 4, run, **options)
-        expected, _ = attention(q, k, v, chosen=chosen, chosen_run=run, **options)
-        assert relative_error(ring.attend(0, q, chosen=chosen, chosen_run=run), expected) < 1e-5
-    with pytest.raises(ValueError, match="chosen holds 100 for query 0, which sees the positions 229 to 288, and those before 4"):
-        ring.attend(0, q, chosen=np.full((12, 1), 100))
+        expected, _ = attention(q, k, v, indices=chosen, index_block=run, **options)
+        assert relative_error(ring.attend(0, q, indices=chosen, index_block=run), expected) < 1e-5
+    with pytest.raises(ValueError, match="indices hold 100 for query 0, which sees the positions 229 to 288, and those before 4"):
+        ring.attend(0, q, indices=np.full((12, 1), 100))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
@@ -192,14 +192,14 @@ def test_rings_with_a_rope(isa, rng, dtype):
         for n, most, run in ((1, 70, 1), (3 if dtype == "float32" else 1, 9, 1), (1, 3, 16), (1, 1, 1)):
             q = queries(rng, n)
             chosen = choice(rng, n, most, run, length=length, sliding_window=window, num_sink_tokens=sinks)
-            got = ring.attend(0, q, chosen=chosen, chosen_run=run, num_splits=3 if most > 60 else 0)
+            got = ring.attend(0, q, indices=chosen, index_block=run, num_splits=3 if most > 60 else 0)
             for i in range(n):
                 at = length - n + i
                 places = np.arange(length)
                 places[: min(sinks, max(0, at + 1 - window))] += max(0, at - (sinks + window - 1))  # closer to the query than they are
                 keys = turn(stored[0], places, rope)
                 seen, one = slice(at + 1), slice(i, i + 1)
-                given = {"chosen": chosen[one], "chosen_run": run, "sliding_window": window, "num_sink_tokens": sinks}
+                given = {"indices": chosen[one], "index_block": run, "sliding_window": window, "num_sink_tokens": sinks}
                 expected, _ = attention(turn(q[one], at, rope), keys[seen], stored[1][seen], **given)
                 assert relative_error(got[one], expected) < bound(dtype)
 
@@ -209,10 +209,10 @@ def test_what_is_not_chosen_is_not_read(rng, dtype):
     """As many bytes for as many runs after any context; a single token takes the lines of its keys, and some of its values."""
     few, many = (filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), *tokens(rng, count)) for count in (2000, 20000))
     runs = 16 * rng.permutation(120)[:40].reshape(1, 40)
-    plans = [cache.explain(0, (1, 6, DIM), chosen=runs + shift, chosen_run=16) for cache, shift in ((few, 0), (many, 17920))]
+    plans = [cache.explain(0, (1, 6, DIM), indices=runs + shift, index_block=16) for cache, shift in ((few, 0), (many, 17920))]
     assert plans[0].bytes_read == plans[1].bytes_read < 0.5 * few.explain(0, (1, 6, DIM)).bytes_read
     assert plans[0].items[0].begin == 0 and plans[0].items[0].end == 640
-    spread = many.explain(0, (1, 6, DIM), chosen=16 * np.arange(640).reshape(1, 640))
+    spread = many.explain(0, (1, 6, DIM), indices=16 * np.arange(640).reshape(1, 640))
     dense = sum(getattr(plans[0], name) for name in ("code_bytes", "float_bytes"))
     touched = (spread.code_bytes + spread.float_bytes) / dense
     assert touched == 1 if dtype.startswith("float") else 8 < touched <= 16
@@ -221,10 +221,10 @@ def test_what_is_not_chosen_is_not_read(rng, dtype):
 def test_calls_without_a_choice_are_as_before(rng):
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng)), queries(rng, 3)
     before = cache.attend(0, q)
-    cache.attend(0, q, chosen=choice(rng, 3, 20))
+    cache.attend(0, q, indices=choice(rng, 3, 20))
     assert np.array_equal(cache.attend(0, q), before)
     everything = np.where(np.arange(TOKENS) <= np.arange(TOKENS - 3, TOKENS)[:, None], np.arange(TOKENS), -1)
-    assert relative_error(cache.attend(0, q, chosen=everything), before) < 1e-4
+    assert relative_error(cache.attend(0, q, indices=everything), before) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -232,25 +232,25 @@ def test_calls_without_a_choice_are_as_before(rng):
     [
         ([[0, 5], [3, 3]], 1, ValueError, "must not hold a position twice, got 3 for query 1"),
         ([[0, -2], [3, 4]], 1, ValueError, "must hold -1 or positions, got -2 for query 0"),
-        ([[0, 299], [3, 4]], 1, ValueError, "holds 299 for query 0, which sees the positions 0 to 298"),
-        ([[0, 1], [300, 4]], 1, ValueError, "holds 300 for query 1, which sees the positions 0 to 299"),
-        ([[0, 1], [2**63 - 1, 4]], 1, ValueError, "holds 9223372036854775807 for query 1"),
+        ([[0, 299], [3, 4]], 1, ValueError, "hold 299 for query 0, which sees the positions 0 to 298"),
+        ([[0, 1], [300, 4]], 1, ValueError, "hold 300 for query 1, which sees the positions 0 to 299"),
+        ([[0, 1], [2**63 - 1, 4]], 1, ValueError, "hold 9223372036854775807 for query 1"),
         ([[0, 1], [-1, -1]], 1, ValueError, "a position for each query, got none for query 1"),
         ([[[0, 1], [2, 2]], [[0, 1], [2, 3]]], 1, ValueError, "got 2 for query 0 in KV head 1"),
         ([[0, 16], [8, 16]], 16, ValueError, "must hold -1 or multiples of 16, got 8 for query 1"),
         ([[0, 16], [16, 16]], 16, ValueError, "twice, got 16 for query 1"),
-        ([[0, 304], [16, 32]], 16, ValueError, "holds 304 for query 0"),
-        ([[0], [2**63 - 16]], 16, ValueError, "holds 9223372036854775792 for query 1"),
-        ([[0], [1]], 8, ValueError, "chosen_run must be 1, or with chosen 16, got 8"),
-        (None, 16, ValueError, "chosen_run must be 1, or with chosen 16, got 16"),
-        ([[0], [1]], 0, ValueError, "chosen_run must be"),
-        ([[0], [1]], 1.0, TypeError, "chosen_run must be"),
+        ([[0, 304], [16, 32]], 16, ValueError, "hold 304 for query 0"),
+        ([[0], [2**63 - 16]], 16, ValueError, "hold 9223372036854775792 for query 1"),
+        ([[0], [1]], 8, ValueError, "index_block must be 1, or with indices 16, got 8"),
+        (None, 16, ValueError, "index_block must be 1, or with indices 16, got 16"),
+        ([[0], [1]], 0, ValueError, "index_block must be"),
+        ([[0], [1]], 1.0, TypeError, "index_block must be"),
         ([[0, 1]], 1, kvfast.DimensionMismatchError, r"shape \(2, k\), or \(2, 2, k\) with a choice for each KV head, got \(1, 2\)"),
         ([0, 1], 1, kvfast.DimensionMismatchError, r"got \(2,\)"),
         ([[], []], 1, kvfast.DimensionMismatchError, r"got \(2, 0\)"),
         (np.zeros((2, 3, 4), int), 1, kvfast.DimensionMismatchError, r"got \(2, 3, 4\)"),
         ([[0.0], [1.0]], 1, kvfast.DimensionMismatchError, "integers"),
-        ([[2**70], [1]], 1, (ValueError, kvfast.DimensionMismatchError), "chosen must"),
+        ([[2**70], [1]], 1, (ValueError, kvfast.DimensionMismatchError), "indices must"),
         (5, 1, kvfast.DimensionMismatchError, r"got \(\)"),
     ],
 )
@@ -258,8 +258,8 @@ def test_bad_choices(rng, chosen, run, error, text):
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng)), queries(rng, 2)
     out = np.full((2, 6, DIM), 7, np.float32)
     for call in (
-        lambda: cache.attend(0, q, chosen=chosen, chosen_run=run, out=out),
-        lambda: cache.explain(0, q, chosen=chosen, chosen_run=run),
+        lambda: cache.attend(0, q, indices=chosen, index_block=run, out=out),
+        lambda: cache.explain(0, q, indices=chosen, index_block=run),
     ):
         with pytest.raises(error, match=text):
             call()
@@ -268,6 +268,6 @@ def test_bad_choices(rng, chosen, run, error, text):
 
 def test_what_goes_with_no_choice(rng):
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng)), queries(rng, 2)
-    for others in ({"parents": [-1]}, {"alibi_slopes": np.ones(6)}):
-        with pytest.raises(ValueError, match="chosen needs parents=None and alibi_slopes=None"):
-            cache.attend(0, q, chosen=[[0], [1]], **others)
+    for others in ({"tree_parents": [-1]}, {"alibi_slopes": np.ones(6)}):
+        with pytest.raises(ValueError, match="indices need tree_parents=None and alibi_slopes=None"):
+            cache.attend(0, q, indices=[[0], [1]], **others)

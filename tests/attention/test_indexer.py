@@ -56,7 +56,7 @@ def test_the_choice_is_what_attend_reads(rng):
     latents.append(0, rows)
     q = latent_reference.rows(rng, 5, 8, 64)
     chosen = indexer.top_k(0, latent_reference.rows(rng, 5, 4, DIM), np.ones((5, 4), np.float32), 64)
-    got = latents.attend(0, q, chosen=chosen)
+    got = latents.attend(0, q, indices=chosen)
     for i in range(5):
         alone = kvfast.MLAKVCache(1, 48, 16, dtype="float32")
         alone.append(0, rows[chosen[i]])

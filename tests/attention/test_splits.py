@@ -93,7 +93,7 @@ def test_latent_rows_whose_shapes_change(num_threads):
         options = {}
         if len(cache) > n + 6 * run:  # enough for six runs each
             chosen = np.stack([rng.permutation((len(cache) - n + i) // run + 1)[:6] for i in range(n)])
-            options = {"chosen": chosen * run, "chosen_run": run}
+            options = {"indices": chosen * run, "index_block": run}
         expected = cache.attend(0, q, num_threads=1, **options)
         assert np.array_equal(cache.attend(0, q, num_threads=num_threads, **options), expected)
 

@@ -38,8 +38,8 @@ def test_against_float64_on_every_tier(isa, rng, dtype, options):
     cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype=FORMATS.get(dtype, dtype)), *tokens(rng))
     for n, parents in ((12, BUSHY), (13, BUSHY), (90, BUSHY), (1, [-1]), (64, random_tree(rng, 64)), (70, random_tree(rng, 40))):
         q = queries(rng, n)
-        expected, lse = attention(q, cache.k(0), cache.v(0), parents=parents, **options)
-        got, got_lse = cache.attend(0, q, parents=parents, return_lse=True, **options)
+        expected, lse = attention(q, cache.k(0), cache.v(0), tree_parents=parents, **options)
+        got, got_lse = cache.attend(0, q, tree_parents=parents, return_lse=True, **options)
         assert relative_error(got, expected) < (1e-5 if dtype == "float32" else 1e-3) and np.abs(got_lse - lse).max() < 1e-3
 
 
@@ -51,12 +51,12 @@ def test_any_tree_after_any_length(rng, length, dtype):
         cache, parents, q = kvfast.KVCache(1, HEADS, DIM, dtype=dtype), random_tree(rng, count), queries(rng, count)
         filled(cache, *tokens(rng, length + count))
         for window, splits in ((None, 0), (2, 0), (40, 0), (None, 3)):
-            expected, _ = attention(q, cache.k(0), cache.v(0), parents=parents, sliding_window=window)
-            got = cache.attend(0, q, parents=parents, sliding_window=window, num_splits=splits)
+            expected, _ = attention(q, cache.k(0), cache.v(0), tree_parents=parents, sliding_window=window)
+            got = cache.attend(0, q, tree_parents=parents, sliding_window=window, num_splits=splits)
             assert relative_error(got, expected) < (1e-5 if dtype == "float32" else 1e-3)
     for parents in ([-1] * count, [-1, *range(count - 1)]):  # all of them siblings, or a chain
-        expected, _ = attention(q, cache.k(0), cache.v(0), parents=parents)
-        assert relative_error(cache.attend(0, q, parents=parents), expected) < (1e-5 if dtype == "float32" else 1e-3)
+        expected, _ = attention(q, cache.k(0), cache.v(0), tree_parents=parents)
+        assert relative_error(cache.attend(0, q, tree_parents=parents), expected) < (1e-5 if dtype == "float32" else 1e-3)
 
 
 @pytest.mark.parametrize("tree", [0, 16, 256, 1024])
@@ -66,10 +66,10 @@ def test_a_window_that_sees_nothing_before_the_tree(rng, tree):
         for options in ({"sliding_window": 1}, {"sliding_window": 2}, {"attention_chunk_size": 16}):
             cache, q = kvfast.KVCache(1, HEADS, DIM, dtype="float32"), queries(rng, len(parents))
             filled(cache, *tokens(rng, tree + len(parents)))
-            expected, _ = attention(q, cache.k(0), cache.v(0), parents=parents, **options)
-            assert relative_error(cache.attend(0, q, parents=parents, **options), expected) < 1e-5
+            expected, _ = attention(q, cache.k(0), cache.v(0), tree_parents=parents, **options)
+            assert relative_error(cache.attend(0, q, tree_parents=parents, **options), expected) < 1e-5
             ring = filled(kvfast.RingKVCache(1, HEADS, DIM, 17, dtype="float32"), *tokens(rng, tree + len(parents)))
-            assert ring.attend(0, q, parents=parents, **options).shape == q.shape
+            assert ring.attend(0, q, tree_parents=parents, **options).shape == q.shape
 
 
 @pytest.mark.parametrize("limit", [{"sliding_window": 1}, {"sliding_window": 3}, {"attention_chunk_size": 4}])
@@ -79,8 +79,8 @@ def test_drafts_that_are_sink_tokens(rng, length, limit):
     for sinks in (1, 2, 4, 9):
         cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype="float32"), *tokens(rng, length + len(BUSHY)))
         q = queries(rng, len(BUSHY))
-        expected, _ = attention(q, cache.k(0), cache.v(0), parents=BUSHY, num_sink_tokens=sinks, **limit)
-        got = cache.attend(0, q, parents=BUSHY, num_sink_tokens=sinks, **limit)
+        expected, _ = attention(q, cache.k(0), cache.v(0), tree_parents=BUSHY, num_sink_tokens=sinks, **limit)
+        got = cache.attend(0, q, tree_parents=BUSHY, num_sink_tokens=sinks, **limit)
         assert relative_error(got, expected) < 1e-5
 
 
@@ -88,28 +88,28 @@ def test_drafts_that_are_sink_tokens(rng, length, limit):
 def test_a_chain_and_no_tree_have_the_bits_of_causal_attention(rng, dtype):
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), *tokens(rng)), queries(rng, 40)
     causal = cache.attend(0, q)
-    assert np.array_equal(cache.attend(0, q, parents=[]), causal)
+    assert np.array_equal(cache.attend(0, q, tree_parents=[]), causal)
     for count in (1, 5, 40):
-        assert np.array_equal(cache.attend(0, q, parents=[-1, *range(count - 1)]), causal)
-        assert np.array_equal(cache.attend(0, q[:count], parents=[-1, *range(count - 1)]), cache.attend(0, q[:count]))
+        assert np.array_equal(cache.attend(0, q, tree_parents=[-1, *range(count - 1)]), causal)
+        assert np.array_equal(cache.attend(0, q[:count], tree_parents=[-1, *range(count - 1)]), cache.attend(0, q[:count]))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
 def test_the_bits_do_not_depend_on_threads_and_batches(rng, dtype):
     k, v = tokens(rng, 3000)
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), k, v), queries(rng, 12)
-    whole = cache.attend(0, q, parents=BUSHY)
+    whole = cache.attend(0, q, tree_parents=BUSHY)
     for threads in (1, 2, 5):
-        assert np.array_equal(cache.attend(0, q, parents=BUSHY, num_threads=threads), whole)
+        assert np.array_equal(cache.attend(0, q, tree_parents=BUSHY, num_threads=threads), whole)
     pool = kvfast.PagedKVCache(1, HEADS, DIM, 120, dtype=dtype)
     one, other = filled(pool.new_sequence(), k, v), filled(pool.new_sequence(), k[:100], v[:100])
-    both = pool.attend_batch(0, np.concatenate((q, q)), [one, other], cu_seqlens_q=[0, 12, 24], parents=[BUSHY, None])
+    both = pool.attend_batch(0, np.concatenate((q, q)), [one, other], cu_seqlens_q=[0, 12, 24], tree_parents=[BUSHY, None])
     assert np.array_equal(both[:12], whole) and np.array_equal(both[12:], other.attend(0, q))
     if dtype != "int4":
         one.advance(3000)
         table = {"block_table": pool.block_table([one]), "seq_lens": pool.seq_lens([one]), "cu_seqlens_q": [0, 12]}
-        assert np.array_equal(pool.attend_batch(0, q, **table, parents=[BUSHY]), whole)
-    assert relative_error(kvfast.attention(q, cache.k(0), cache.v(0), parents=BUSHY), whole) < 1e-3
+        assert np.array_equal(pool.attend_batch(0, q, **table, tree_parents=[BUSHY]), whole)
+    assert relative_error(kvfast.attention(q, cache.k(0), cache.v(0), tree_parents=BUSHY), whole) < 1e-3
 
 
 def test_forks_that_read_a_prefix_together(rng):
@@ -122,9 +122,9 @@ def test_forks_that_read_a_prefix_together(rng):
     for member, extra in zip(members, (0, 30)):
         filled(member, k[640 + extra : 644 + extra], v[640 + extra : 644 + extra])
     trees = [[-1, -1, 0, 1], [-1, 0, 0, 1]]
-    got = pool.attend_batch(0, q, members, cu_seqlens_q=[0, 4, 8], parents=trees)
+    got = pool.attend_batch(0, q, members, cu_seqlens_q=[0, 4, 8], tree_parents=trees)
     for i, (member, parents) in enumerate(zip(members, trees)):
-        expected, _ = attention(q[4 * i : 4 * i + 4], member.k(0), member.v(0), parents=parents)
+        expected, _ = attention(q[4 * i : 4 * i + 4], member.k(0), member.v(0), tree_parents=parents)
         assert relative_error(got[4 * i : 4 * i + 4], expected) < 1e-3
 
 
@@ -132,17 +132,17 @@ def test_rings(rng):
     k, v = tokens(rng)
     q = queries(rng, 12)
     ring = filled(kvfast.RingKVCache(1, HEADS, DIM, sliding_window=40, num_sink_tokens=4, dtype="float32"), k, v)
-    expected, _ = attention(q, k, v, sliding_window=40, num_sink_tokens=4, parents=BUSHY)
-    assert relative_error(ring.attend(0, q, parents=BUSHY), expected) < 1e-5
+    expected, _ = attention(q, k, v, sliding_window=40, num_sink_tokens=4, tree_parents=BUSHY)
+    assert relative_error(ring.attend(0, q, tree_parents=BUSHY), expected) < 1e-5
     turned = filled(kvfast.RingKVCache(1, HEADS, DIM, sliding_window=64, rope=kvfast.Rope(10000.0)), k, v)
     with pytest.raises(ValueError, match="parents must be None in a ring with a rope"):
-        turned.attend(0, q, parents=BUSHY)
+        turned.attend(0, q, tree_parents=BUSHY)
 
 
 def test_a_branch_has_the_bits_of_few_bytes_more(rng):
     """What no draft sees is not read: a tree costs the tile of its tokens."""
     cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng, 2000))
-    plain, tree = cache.explain(0, (12, 6, DIM)), cache.explain(0, (12, 6, DIM), parents=BUSHY)
+    plain, tree = cache.explain(0, (12, 6, DIM)), cache.explain(0, (12, 6, DIM), tree_parents=BUSHY)
     assert plain.bytes_read < tree.bytes_read < 1.2 * plain.bytes_read
 
 
@@ -162,18 +162,18 @@ def test_a_branch_has_the_bits_of_few_bytes_more(rng):
 def test_bad_trees(rng, parents, error, text):
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng)), queries(rng, 12)
     with pytest.raises(error, match=text):
-        cache.attend(0, q, parents=parents)
+        cache.attend(0, q, tree_parents=parents)
     for others in ({"causal": False}, {"spans": [(0, 2)]}):
         with pytest.raises(ValueError, match="parents need causal=True and spans=None"):
-            cache.attend(0, q, parents=[-1], **others)
+            cache.attend(0, q, tree_parents=[-1], **others)
     with pytest.raises(ValueError, match="at most 64 drafts, and no more than the 80 tokens of q, got 65"):
-        cache.attend(0, queries(rng, 80), parents=[-1] * 65)
+        cache.attend(0, queries(rng, 80), tree_parents=[-1] * 65)
     pool = kvfast.PagedKVCache(1, HEADS, DIM, 16, dtype="int8")
     sequence = filled(pool.new_sequence(), *tokens(rng))
     with pytest.raises(error, match=r"parents\[0\] must"):
-        pool.attend_batch(0, q, [sequence], cu_seqlens_q=[0, 12], parents=[parents])
+        pool.attend_batch(0, q, [sequence], cu_seqlens_q=[0, 12], tree_parents=[parents])
     with pytest.raises(kvfast.DimensionMismatchError, match="parents must have one entry for each of the 1 sequences, got 2"):
-        pool.attend_batch(0, q[:1], [sequence], parents=[None, None])
+        pool.attend_batch(0, q[:1], [sequence], tree_parents=[None, None])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
@@ -181,10 +181,10 @@ def test_a_batch_of_spans_and_trees(rng, dtype):
     """One sequence has spans and another a tree of drafts, as each has them alone."""
     pool = kvfast.PagedKVCache(1, HEADS, DIM, 32, dtype=dtype)
     sequences, q = [filled(pool.new_sequence(), *tokens(rng)) for _ in range(3)], queries(rng, 40)
-    own = [{"spans": [(270, 295)]}, {"parents": BUSHY}, {}]
+    own = [{"spans": [(270, 295)]}, {"tree_parents": BUSHY}, {}]
     bounds = [0, 12, 28, 40]
     alone = [one.attend(0, q[a:b], **more) for one, a, b, more in zip(sequences, bounds, bounds[1:], own)]
-    lists = {name: [one.get(name) for one in own] for name in ("spans", "parents")}
+    lists = {name: [one.get(name) for one in own] for name in ("spans", "tree_parents")}
     assert np.array_equal(pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, **lists), np.concatenate(alone))
     plan = pool.explain_batch(0, (40, 3 * HEADS, DIM), sequences, cu_seqlens_q=bounds, **lists)
     assert plan.num_tasks > 0

@@ -60,8 +60,8 @@ def test_options(isa, rng, dtype):
         {"attention_chunk_size": 64, "alibi_slopes": rng.random(32)},
         {"spans": [[10, 30], [150, 200]], "sliding_window": 20},
         {"spans": [[150, 200]], "sliding_window": 20, "clamp_spans": True},
-        {"parents": [-1, 0, 0]},
-        {"chosen": [[7, 0, 190], [20, 150, 3], [199, 5, -1]]},
+        {"tree_parents": [-1, 0, 0]},
+        {"indices": [[7, 0, 190], [20, 150, 3], [199, 5, -1]]},
     ):
         scale = options.get("scale", 96**-0.5)
         others = {name: value for name, value in options.items() if name != "scale"}

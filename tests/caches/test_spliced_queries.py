@@ -44,11 +44,11 @@ def test_against_float64_on_every_tier(isa, rng, dtype, options):
     length = len(model.cache)
     for n in (1, 12, 40, 150):
         model.check(n, spans=[(20, 45), (length - 8, length)], clamp_spans="sliding_window" in options, **options)
-        model.check(n, parents=TREE[:n], **options)
+        model.check(n, tree_parents=TREE[:n], **options)
         for k, run, heads in ((5, 1, 1), (100, 1, HEADS), (9, 16, HEADS)):
             chosen = choice(rng, length, n, k, heads, run, options.get("sliding_window"), options.get("num_sink_tokens", 0))
-            model.check(n, chosen=chosen, chosen_run=run, **options)
-    model.check(40, alibi_slopes=np.linspace(0.1, 0.5, 3 * HEADS), parents=TREE)
+            model.check(n, indices=chosen, index_block=run, **options)
+    model.check(40, alibi_slopes=np.linspace(0.1, 0.5, 3 * HEADS), tree_parents=TREE)
 
 
 @pytest.mark.parametrize("dtype", FEW)
@@ -57,14 +57,14 @@ def test_a_tree_among_the_sink_tokens(dtype, window):
     for tail in (12, 16):
         model = spliced(dtype, tail=tail)
         for n in (12, 30):
-            model.check(n, parents=TREE, sliding_window=window, num_sink_tokens=len(model.cache) - 7)
+            model.check(n, tree_parents=TREE, sliding_window=window, num_sink_tokens=len(model.cache) - 7)
 
 
 def test_a_tree_follows_the_splice():
     model = spliced(tail=11)
     with pytest.raises(ValueError, match="at most 11 drafts, as many tokens as were appended since the last splice, got 12"):
-        model.cache.attend(0, model.queries(12), parents=TREE)
-    model.check(12, parents=TREE[:11])
+        model.cache.attend(0, model.queries(12), tree_parents=TREE)
+    model.check(12, tree_parents=TREE[:11])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8-plain", "int4-plain"])
@@ -72,16 +72,16 @@ def test_the_bits_do_not_depend_on_other_queries(rng, dtype):
     model = spliced(dtype)
     cache, q, length = model.cache, model.queries(12), len(model.cache)
     chosen = choice(rng, length, 12, 150, HEADS)
-    calls = ({"chosen": chosen}, {"parents": TREE}, {"spans": [(length - 12, length)]})
+    calls = ({"indices": chosen}, {"tree_parents": TREE}, {"spans": [(length - 12, length)]})
     together = [cache.attend(0, q, **options) for options in calls]
     for threads in (1, 2, 5):
         assert all(np.array_equal(cache.attend(0, q, num_threads=threads, **options), one) for options, one in zip(calls, together))
-    chain = cache.attend(0, q, parents=[-1, *range(11)])
+    chain = cache.attend(0, q, tree_parents=[-1, *range(11)])
     assert np.array_equal(chain, cache.attend(0, q))
     for at in (0, 5, 11):
         alone = cache.fork()
         alone.truncate(length - 11 + at)
-        assert np.array_equal(alone.attend(0, q[at : at + 1], chosen=chosen[at : at + 1])[0], together[0][at])
+        assert np.array_equal(alone.attend(0, q[at : at + 1], indices=chosen[at : at + 1])[0], together[0][at])
 
 
 @pytest.mark.parametrize("dtype", FEW)
@@ -93,18 +93,20 @@ def test_batches(rng, dtype):
     q = np.concatenate([model.queries(n) for model, n in zip(models, counts)])
     starts = np.cumsum((0, *counts))
     chosen = [choice(rng, len(one), n, 60, HEADS) for one, n in zip(sequences, counts)]
-    given = {"spans": [[(30, len(one))] for one in sequences], "parents": [TREE, [], [-1, 0, 0]], "chosen": chosen}
+    given = {"spans": [[(30, len(one))] for one in sequences], "tree_parents": [TREE, [], [-1, 0, 0]], "indices": chosen}
     for name, each in given.items():
-        together = pool.attend_batch(0, q, sequences, cu_seqlens_q=starts, **{name: np.concatenate(each) if name == "chosen" else each})
+        together = pool.attend_batch(
+            0, q, sequences, cu_seqlens_q=starts, **{name: np.concatenate(each) if name == "indices" else each}
+        )
         for i, one in enumerate(sequences):
             alone = one.attend(0, q[starts[i] : starts[i + 1]], **{name: each[i]})
             assert np.array_equal(together[starts[i] : starts[i + 1]], alone)
     with pytest.raises(ValueError, match=r"parents\[2\] must be -1 or a draft before its child, got 1 for draft 1"):
-        pool.attend_batch(0, q, sequences, cu_seqlens_q=starts, parents=[TREE, [], [-1, 1]])
+        pool.attend_batch(0, q, sequences, cu_seqlens_q=starts, tree_parents=[TREE, [], [-1, 1]])
     with pytest.raises(ValueError, match=r"spans\[0\] must end within the 270 tokens"):
         pool.attend_batch(0, q, sequences, cu_seqlens_q=starts, spans=[[(0, 300)], [], []])
-    with pytest.raises(ValueError, match="chosen holds 269 for query 0, which sees the positions 0 to 258"):
-        pool.attend_batch(0, q, sequences, cu_seqlens_q=starts, chosen=np.full((20, 1), 269))
+    with pytest.raises(ValueError, match="indices hold 269 for query 0, which sees the positions 0 to 258"):
+        pool.attend_batch(0, q, sequences, cu_seqlens_q=starts, indices=np.full((20, 1), 269))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4", "int3", "k8v4"])
@@ -143,7 +145,7 @@ def test_spliced_tokens_do_not_move():
 def test_only_chosen_segments_are_read():
     model = spliced(tail=600)
     q = (1, 3 * HEADS, 32)
-    few, all_ = (model.cache.explain(0, q, **options) for options in ({"chosen": [[0, 50, 51]]}, {}))
+    few, all_ = (model.cache.explain(0, q, **options) for options in ({"indices": [[0, 50, 51]]}, {}))
     assert few.bytes_read < all_.bytes_read / 10 and len(few.items) == 2
-    out = model.cache.attend(0, model.queries(1), chosen=np.arange(len(model.cache))[None])
+    out = model.cache.attend(0, model.queries(1), indices=np.arange(len(model.cache))[None])
     assert relative_error(out, model.cache.attend(0, model.queries(1))) < 1e-3

@@ -146,8 +146,10 @@ def test_drafts_and_spans_of_a_batch(c, rng):
     trees, spans = [[-1, 0, 0], None, [-1, -1]], [None, [(0, 4), (30, 40)], [(2, 9)]]
     options = {"cu_seqlens_q": starts, "return_lse": True}
     counts = np.array([3, 0, 2], np.intp)
-    pair.handle.attend(0, pair.handles, q, out, starts, parents=np.array([-1, 0, 0, -1, -1], np.intp), parent_counts=counts, lse=lse)
-    expected = pair.pools[1].attend_batch(0, q, pair.sequences[1], parents=trees, **options)
+    pair.handle.attend(
+        0, pair.handles, q, out, starts, tree_parents=np.array([-1, 0, 0, -1, -1], np.intp), parent_counts=counts, lse=lse
+    )
+    expected = pair.pools[1].attend_batch(0, q, pair.sequences[1], tree_parents=trees, **options)
     assert np.array_equal(out, expected[0]) and np.array_equal(lse, expected[1])
     of_spans, counts_of_spans = np.array([(0, 4), (30, 40), (2, 9)], np.intp), np.array([0, 2, 1], np.intp)
     pair.handle.attend(0, pair.handles, q, out, starts, spans=of_spans, span_counts=counts_of_spans, lse=lse)

@@ -273,11 +273,11 @@ def test_chunks_spans_and_trees(runtimes, rng, n):
             expected = cache.attend(0, q, attention_chunk_size=chunk or None, spans=given, clamp_spans=clamp)
             assert np.array_equal(out, expected) and not (np.array_equal(out, causal) and n > 1)
         tree = np.arange(n) // 2 - 1
-        layer.attend(q, out, parents=tree[:64])
-        assert np.array_equal(out, cache.attend(0, q, parents=tree[:64]))
+        layer.attend(q, out, tree_parents=tree[:64])
+        assert np.array_equal(out, cache.attend(0, q, tree_parents=tree[:64]))
     rows = kvfast.MLAKVCache(1, 48, 16)
     rows.append(0, k[:, 0])
-    for name, value in {"chunk": 8, "spans": spans, "parents": np.array([-1])}.items():
+    for name, value in {"chunk": 8, "spans": spans, "tree_parents": np.array([-1])}.items():
         out = np.empty((n, 6, 48), np.float32)
         runtimes[1].Layer(rows, 0).attend(q, out, **{name: value})
         assert np.array_equal(out, rows.attend(0, q, **{"attention_chunk_size" if name == "chunk" else name: value}))
@@ -311,8 +311,8 @@ def test_chosen_tokens(runtimes, rng, run):
         for row in chosen.reshape(-1, 7):
             row[:5] = run * rng.permutation(297 // run)[:5]
         layer = runtimes[1].Layer(kind, 0)
-        layer.attend(q, out, chosen=chosen, run=run)
-        assert np.array_equal(out, kind.attend(0, q, chosen=chosen[:, 0] if heads == 1 else chosen, chosen_run=run))
+        layer.attend(q, out, indices=chosen, run=run)
+        assert np.array_equal(out, kind.attend(0, q, indices=chosen[:, 0] if heads == 1 else chosen, index_block=run))
 
 
 def test_the_kernels(runtimes, rng, isa):

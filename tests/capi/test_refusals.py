@@ -67,7 +67,8 @@ def calls(given, way):
         return attend, functools.partial(C.append, given.cache), told_of(given.cache)
 
     def of_one(n, fields=()):
-        counts = {f"{name}_counts": np.array([fields[f"num_{name}s"]]) for name in ("span", "parent") if f"{name}s" in fields}
+        words = {"span": "spans", "parent": "tree_parents"}
+        counts = {f"{name}_counts": np.array([fields[f"num_{name}s"]]) for name, word in words.items() if word in fields}
         return batch([given.one], starts=np.array([0, n]), **counts)
 
     def attend(layer, q, given_options, out, fields=()):
@@ -88,19 +89,19 @@ OPTIONS = [
     ({"precision": 3}, "precision must be 0, KVFAST_EXACT or KVFAST_FAST, got 3"),
     ({"sinks": ODD}, "sinks must be aligned to its elements of 4 bytes"),
     ({"lse": ODD}, "lse must be aligned to its elements of 4 bytes"),
-    ({"chosen_run": 7}, "chosen_heads and chosen_run are for chosen tokens, which are NULL"),
-    ({"chosen": np.zeros(9, np.int64)}, "chosen must point to num_chosen aligned positions"),
-    ({"num_chosen": 2}, "chosen must point to num_chosen aligned positions"),
+    ({"index_block": 7}, "index_heads and index_block are for chosen tokens, which are NULL"),
+    ({"indices": np.zeros(9, np.int64)}, "indices must point to num_indices aligned positions"),
+    ({"num_indices": 2}, "indices must point to num_indices aligned positions"),
     # Heads are counted before they are read.
-    ({"chosen": ONE, "num_chosen": 1, "chosen_heads": 2**31 - 1}, "chosen_heads must be 0, 1 or the 2 KV heads .* got 2147483647"),
+    ({"indices": ONE, "num_indices": 1, "index_heads": 2**31 - 1}, "index_heads must be 0, 1 or the 2 KV heads .* got 2147483647"),
     ({"num_spans": 2}, "spans must point to num_spans of them, got 2 and NULL"),
     ({"num_spans": -1}, "spans must point to num_spans of them, got -1 and NULL"),
-    ({"num_parents": 1}, "parents must point to num_parents of them, got 1 and NULL"),
+    ({"num_parents": 1}, "tree_parents must point to num_parents of them, got 1 and NULL"),
     # More than there can be are refused before memory is taken for them.
     *[(SPANS | {"num_spans": many}, "spans must point to num_spans of them, got .* and an address") for many in (2**60, 2**63 - 1)],
     (SPANS | {"num_spans": 10**9}, r"spans(\[0\])? must not overlap, got 1000000000 of them in 20 tokens"),
-    ({"parents": ONE, "num_parents": 10**9}, r"parents(\[0\])? must have at most 64 drafts, .* got 1000000000"),
-    *[({"chosen": ONE, "num_chosen": many}, "chosen must point to num_chosen aligned positions") for many in (2**60, 2**63 - 1)],
+    ({"tree_parents": ONE, "num_parents": 10**9}, r"tree_parents(\[0\])? must have at most 64 drafts, .* got 1000000000"),
+    *[({"indices": ONE, "num_indices": many}, "indices must point to num_indices aligned positions") for many in (2**60, 2**63 - 1)],
 ]
 
 
@@ -108,7 +109,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("fields", "text"), OPTIONS)
 def test_options(given, fields, text, way):
     before, out, (attend, _, told) = seen(given), np.full_like(given.q, 7), calls(given, way)
-    more, code = ({"fields": fields} if way == "batch" else {}), SHAPE if fields.get("chosen_heads", 0) > 0 else INVALID
+    more, code = ({"fields": fields} if way == "batch" else {}), SHAPE if fields.get("index_heads", 0) > 0 else INVALID
     refused(lambda: attend(0, rows(given.q), options(**fields), rows(out), **more), told, code, text)
     assert (out == 7).all() and seen(given) == before
 
@@ -194,7 +195,7 @@ def test_batches(given):
     for call in (lambda: C.append_batch(pool, 0, twice, rows(k), rows(v)), lambda: C.advance_batch(pool, twice, None)):
         refused(call, told, INVALID, "sequences.1. must be another than sequences.0.")
     assert (out == 7).all() and seen(given) == before
-    for name, one in (("span", SPANS), ("parent", {"parents": np.array([-1]), "num_parents": 1})):
+    for name, one in (("span", SPANS), ("parent", {"tree_parents": np.array([-1]), "num_parents": 1})):
         for counts, fields in (([1, 1, 0], {}), ([2**63 - 1, 2**63 - 1, 3], one), ([-1, 1, 1], one)):
             work = batch([given.one, given.two, given.three], **{f"{name}_counts": np.array(counts)})
             text = f"{name}_counts must have a number for each of the 3 sequences"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvfast.codec.dtypes import NAMES, ROWS
+from kvfast.codec.dtypes import DTYPE_TABLE, NAMES
 
 import kvfast
 from kvfast import KVFormat
@@ -24,17 +24,17 @@ def cache_of(row, **options):
 
 
 def limit_of(number):
-    return next(row.limit for row in ROWS if row.number == number)
+    return next(row.limit for row in DTYPE_TABLE if row.number == number)
 
 
-@pytest.fixture(params=ROWS, ids=lambda row: row.number)
+@pytest.fixture(params=DTYPE_TABLE, ids=lambda row: row.number)
 def row(request):
     return request.param
 
 
 def test_numbers_stay():
     """C programs pass those of the floats, and a new row comes last."""
-    assert [row.number for row in ROWS[:12]] == [
+    assert [row.number for row in DTYPE_TABLE[:12]] == [
         "FLOAT32",
         "FLOAT16",
         "BFLOAT16",
@@ -110,7 +110,7 @@ def test_options_are_those_of_the_table(row, option):
 
 def test_codebooks_are_those_of_the_table():
     for name in NAMES:
-        known = {codebook for row in ROWS if row.name == name for codebook in row.codebooks}
+        known = {codebook for row in DTYPE_TABLE if row.name == name for codebook in row.codebooks}
         if "gaussian" in known:
             assert KVFormat(name, codebook="gaussian").codebook == "gaussian"
         else:

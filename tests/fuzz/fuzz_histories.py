@@ -122,7 +122,7 @@ class World:
             options["clamp_spans"] = often(later, 0.3)
         elif self.takes_spans and self.takes_windows and often(later, 0.1) and options.get("causal", True):
             drafts = int(later.integers(1, min(n, 64) + 1))
-            options["parents"] = [int(later.integers(-1, i)) for i in range(drafts)]
+            options["tree_parents"] = [int(later.integers(-1, i)) for i in range(drafts)]
         elif self.takes_chosen and "alibi_slopes" not in options and often(later, 0.5 if self.latent else 0.1):
             defaults = {"sliding_window": window, "num_sink_tokens": self.num_sink_tokens if window else 0}
             options |= random_choice(later, length, n, self.heads, **defaults | options)

@@ -169,4 +169,4 @@ def random_choice(rng, length, n, heads, sliding_window=None, num_sink_tokens=0,
         for head in range(heads):
             some = rng.choice(runs, min(len(runs), choices.shape[2], int(rng.integers(1, 400))), replace=False)
             choices[i, head, rng.permutation(choices.shape[2])[: len(some)]] = some
-    return {"chosen": choices[:, 0] if heads == 1 else choices, "chosen_run": run}
+    return {"indices": choices[:, 0] if heads == 1 else choices, "index_block": run}

@@ -162,7 +162,7 @@ class SplicedWorld(SingleWorld):
             if "since the last splice" not in str(error):
                 raise
             return
-        if n <= MOST_ALIKE and not options.keys() & {"spans", "parents"}:  # alone, a query sees other tokens
+        if n <= MOST_ALIKE and not options.keys() & {"spans", "tree_parents"}:  # alone, a query sees other tokens
             self.check_alone(cache, layer, q, got, options, int(rng.integers(n)))
         if not any(one.seals for one in self.formats):
             self.check_shown(cache, layer, q, got, options)
@@ -174,8 +174,8 @@ class SplicedWorld(SingleWorld):
         if self.formats[layer].seals or not options.get("causal", True):
             at = len(q) - 1
         alone.truncate(len(cache) - len(q) + 1 + at)
-        if "chosen" in options:
-            options = options | {"chosen": options["chosen"][at : at + 1]}
+        if "indices" in options:
+            options = options | {"indices": options["indices"][at : at + 1]}
         one = alone.attend(layer, q[at : at + 1], **options)
         if bits_of(rows_of(got, at)) != bits_of(one):
             raise Finding("several queries have other bits than one | spliced", f"query {at} of {len(q)}")

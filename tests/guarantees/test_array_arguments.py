@@ -159,7 +159,7 @@ def calls():
     qkv = floats(TOKENS, (HEADS * GROUP + 2 * HEADS) * DIM)
     found = {
         "attention": (kvfast.attention, {"q": q, "k": k, "v": v, **per_head}),
-        "attention with chosen": (lambda chosen: kvfast.attention(q, k, v, chosen=chosen), {"chosen": CHOSEN}),
+        "attention with indices": (lambda indices: kvfast.attention(q, k, v, indices=indices), {"indices": CHOSEN}),
         "merge_states": (kvfast.merge_states, {"out_a": q, "lse_a": q[..., 0], "out_b": q + 1, "lse_b": q[..., 1]}),
         "split_qkv_norm_rope": (
             lambda qkv, **rotary: kvfast.split_qkv_norm_rope(qkv, HEADS * GROUP, HEADS, DIM, **rotary),
@@ -357,8 +357,8 @@ def paged_calls():
             f"{name}.attend_batch": (attend, {"q": queries, **plain}),
             f"{name}.prepare_batch": (prepare, {**plain, "slot_mapping": slots[:40]}),
             f"{name}.explain_batch": (explain, {"q": queries, **plain}),
-            f"{name}.attend_batch with chosen": (functools.partial(attend, queries, **plain), {"chosen": some}),
-            f"{name}.explain_batch with chosen": (functools.partial(explain, queries, **plain), {"chosen": some}),
+            f"{name}.attend_batch with indices": (functools.partial(attend, queries, **plain), {"indices": some}),
+            f"{name}.explain_batch with indices": (functools.partial(explain, queries, **plain), {"indices": some}),
             f"{name}.match_prefix": (match, {"token_ids": ids}),
         }
 
@@ -440,8 +440,8 @@ def latent_calls():
 def chosen_calls(name, filled, q):
     """Those with tokens that were chosen for three queries."""
     return {
-        f"{name}.attend with chosen": (lambda chosen: filled().attend(0, q, chosen=chosen), {"chosen": CHOSEN}),
-        f"{name}.explain with chosen": (lambda chosen: repr(filled().explain(0, q, chosen=chosen)), {"chosen": CHOSEN}),
+        f"{name}.attend with indices": (lambda indices: filled().attend(0, q, indices=indices), {"indices": CHOSEN}),
+        f"{name}.explain with indices": (lambda indices: repr(filled().explain(0, q, indices=indices)), {"indices": CHOSEN}),
     }
 
 
@@ -522,7 +522,7 @@ OUTS = {
     "PagedMLAKVCache.attend_batch": (5, HEADS, RANK),
 }
 # Parameters that are arrays, and public names that are tried by another's: what a class has inherited, what refuses always.
-INTEGERS = {"positions", "block_table", "seq_lens", "cu_seqlens_q", "slot_mapping", "token_ids", "chosen"}
+INTEGERS = {"positions", "block_table", "seq_lens", "cu_seqlens_q", "slot_mapping", "token_ids", "indices"}
 ARRAYS = {
     *INTEGERS,
     "q",

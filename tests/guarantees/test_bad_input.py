@@ -265,7 +265,12 @@ def test_errors_that_name_the_argument():
             call()
         assert cache.layer_length(0) == 0
     cache.append(0, rows, rows)
-    for name, given in [("spans", [[1, 2], [3]]), ("sinks", [[1], [2, 3]]), ("parents", [[-1], [0, 1]]), ("chosen", [[0], [1, 2]])]:
+    for name, given in [
+        ("spans", [[1, 2], [3]]),
+        ("sinks", [[1], [2, 3]]),
+        ("tree_parents", [[-1], [0, 1]]),
+        ("indices", [[0], [1, 2]]),
+    ]:
         with pytest.raises(ValueError, match=f"{name} must be an array: "):
             cache.attend(0, rows, **{name: given})
     with pytest.raises(TypeError, match="got float64: make out with dtype=np.float32"):
@@ -371,7 +376,7 @@ def test_a_mask_is_refused_wherever_an_array_is_due():
     for name, call in {
         "keep": lambda: cache.truncate(0, keep=masked([0, 2])),
         "spans": lambda: cache.attend(0, rows, spans=masked([[0, 2]])),
-        "parents": lambda: cache.attend(0, rows, parents=masked([-1, 0])),
+        "tree_parents": lambda: cache.attend(0, rows, tree_parents=masked([-1, 0])),
         r"spans\[0\]": lambda: slots.attend_batch(0, rows[:1], **layout, spans=[masked([[0, 2]])]),
         "block_table": lambda: slots.prepare_batch([masked([0, 1])], [3]),
         "block_ids": lambda: slots.seal_blocks(masked([0])),

@@ -32,7 +32,7 @@ def use(cache, append, q):
     for count in (1, 5, 40):
         kwargs = {"num_threads": threads} if threads else {}
         cache.attend(0, q[:count], **kwargs)
-        cache.attend(0, q[:count], chosen=np.tile(np.r_[0:40, 60:99], (count, 1)), **kwargs)
+        cache.attend(0, q[:count], indices=np.tile(np.r_[0:40, 60:99], (count, 1)), **kwargs)
 
 
 def work():

@@ -24,9 +24,9 @@ class Options(ctypes.Structure):
         *((name, SIZE) for name in ("sliding_window", "num_sink_tokens")),
         *((name, POINTER) for name in ("sinks", "alibi_slopes", "lse")),
         *((name, INT) for name in ("not_causal", "num_splits", "num_threads")),
-        *(("attention_chunk_size", SIZE), ("spans", POINTER), ("num_spans", SIZE), ("clamp_spans", INT), ("parents", POINTER)),
-        *(("num_parents", SIZE), ("chosen", POINTER), ("num_chosen", SIZE)),
-        *((name, INT) for name in ("chosen_heads", "chosen_run", "precision")),
+        *(("attention_chunk_size", SIZE), ("spans", POINTER), ("num_spans", SIZE), ("clamp_spans", INT), ("tree_parents", POINTER)),
+        *(("num_parents", SIZE), ("indices", POINTER), ("num_indices", SIZE)),
+        *((name, INT) for name in ("index_heads", "index_block", "precision")),
     ]
 
 

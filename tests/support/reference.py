@@ -48,9 +48,9 @@ def exact_attention(
     attention_chunk_size=None,
     spans=None,
     clamp_spans=False,
-    parents=None,
-    chosen=None,
-    chosen_run=1,
+    tree_parents=None,
+    indices=None,
+    index_block=1,
 ):
     """Attention of queries at the positions `at` to keys at `positions`; otherwise as `attention`."""
     q, k, v = (np.asarray(one, np.float64) for one in (q, k, v))
@@ -66,8 +66,8 @@ def exact_attention(
         score = softcap * np.tanh(score / softcap)
         size = np.abs(score)
     rows = positions
-    if parents is not None and len(parents):
-        places, keys, unrelated = tree(int(positions[-1]) + 1, n, parents)
+    if tree_parents is not None and len(tree_parents):
+        places, keys, unrelated = tree(int(positions[-1]) + 1, n, tree_parents)
         at, positions, unrelated = places[:, 0], keys[0][rows], unrelated[:, rows]
     distance = positions[None] - at[:, None]
     if alibi_slopes is not None:
@@ -85,10 +85,10 @@ def exact_attention(
         hidden = hidden & ~np.logical_and.outer((start <= at) & (at < stop), (start <= positions) & (positions < stop))
     if clamp_spans:
         hidden = hidden | gone
-    if parents is not None and len(parents):
+    if tree_parents is not None and len(tree_parents):
         hidden = hidden | unrelated
-    if chosen is not None:
-        hidden = hidden | ~among(rows, chosen, chosen_run)[:, None]
+    if indices is not None:
+        hidden = hidden | ~among(rows, indices, index_block)[:, None]
     score, size = np.where(hidden, -np.inf, score), np.where(hidden, 0, size)
     top, largest = score.max(-1), size.max(-1)
     if sinks is not None:
@@ -122,11 +122,11 @@ def exact_attention(
     return Exact(*back)
 
 
-def among(positions, chosen, run=1):
+def among(positions, indices, run=1):
     """Which positions are chosen, (KV heads or 1, queries, positions)."""
-    chosen = np.asarray(chosen)
-    chosen = chosen[:, None] if chosen.ndim == 2 else chosen
-    return (chosen.swapaxes(0, 1)[..., None] == positions // run * run).any(2)
+    indices = np.asarray(indices)
+    indices = indices[:, None] if indices.ndim == 2 else indices
+    return (indices.swapaxes(0, 1)[..., None] == positions // run * run).any(2)
 
 
 def tree(length, n, parents):

@@ -27,9 +27,9 @@ static inline void kv_touch(const char *at, ptrdiff_t n)
    a query at position + shift. */
 typedef struct {
     ptrdiff_t first, count, shift;
-} kv_run;
+} kv_stretch;
 
-/* One query token. It sees the positions below sink_stop, those from start to stop, and those of its runs. In a spliced sequence a
+/* One query token. It sees the positions below sink_stop, those from start to stop, and those of its stretches. In a spliced sequence a
    token has one for each segment that it sees, with the positions of that segment's table. */
 typedef struct {
     ptrdiff_t token;             /* its row of q and of the output */
@@ -37,9 +37,9 @@ typedef struct {
     ptrdiff_t partial;           /* slots for partial results of the queries before it, per query head */
     int parts;                   /* number of its own partial results, per query head */
     int slots;                   /* for these: 1 if one task has them all, else one each */
-    const kv_run *runs;
-    int num_runs;
-    ptrdiff_t tree;              /* where the runs count from */
+    const kv_stretch *stretches;
+    int num_stretches;
+    ptrdiff_t tree;              /* where the stretches count from */
 } kv_query;
 
 /* Queries that read the same keys: those of one sequence, or of several sequences that share a prefix. */

@@ -106,7 +106,7 @@ def attention(
     for row, part, own, some, q, out in zip(rows.rows, parts, of_rows, chosen, as_numpy(query), as_numpy(output)):
         q = q.transpose(1, 0, 2)
         if some is not None and part is not None:
-            own = own | {"chosen": some[part]}
+            own = own | {"indices": some[part]}
         if isinstance(part, slice):
             if part is not EVERYTHING:
                 out[...] = 0  # rows of padding are never read, but must be finite

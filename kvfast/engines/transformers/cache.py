@@ -15,7 +15,7 @@ from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
 from kvfast.engines.transformers.attention import NAME
 from kvfast.engines.transformers.layers import IndexedLayer, kinds_of, new_layer
-from kvfast.engines.transformers.rows import Rows
+from kvfast.engines.transformers.rows import RowCaches
 from kvfast.engines.transformers.states import LayerStates, Recomputing
 from kvfast.engines.transformers.versions import asks_for_states
 from kvfast.planning.key_bias import key_bias_note
@@ -143,7 +143,7 @@ class KVFastCache(Cache):
             settings["max_state_bytes"] = check_size(max_state_bytes, "max_state_bytes", 1)
         self._checkpoint_tokens = check_size(checkpoint_tokens, "checkpoint_tokens", 1)
         indexed = [kinds[index].has_indexer for index in stored]
-        self._rows = Rows(stored, windows, chunks, indexed, configured, settings, max_seq_len, rollback)
+        self._rows = RowCaches(stored, windows, chunks, indexed, configured, settings, max_seq_len, rollback)
         places = {index: place for place, index in enumerate(stored)}
         self._kinds = [(kind, places.get(index), options[index].get("number_of_states", 1)) for index, kind in enumerate(kinds)]
         super().__init__(layers=self._new_layers())

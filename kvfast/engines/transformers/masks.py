@@ -39,7 +39,7 @@ class LazyMask(torch.Tensor):
     padding : ndarray of shape (batch, q_offset + q_length), bool, or None
         False for padding; None where there is none.
     parts : tuple
-        What `Rows.parts` made of it, and whose.
+        What `RowCaches.parts` made of it, and whose.
     """
 
     @classmethod
@@ -189,7 +189,7 @@ class ChosenMask(MatrixMask):
         count = seen.sum(1)
         first = np.argsort(~seen, axis=1, kind="stable")[:, : max(1, count.max())]
         chosen = np.where(np.arange(first.shape[1]) < count[:, None], first, -1)
-        return {"chosen": chosen[kept[self.q_offset :]]}
+        return {"indices": chosen[kept[self.q_offset :]]}
 
 
 def _or_none(padding):

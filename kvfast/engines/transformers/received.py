@@ -34,7 +34,7 @@ class Received(torch.Tensor):
 
     Attributes
     ----------
-    rows : Rows
+    rows : RowCaches
     layer : int
         Its place in the rows.
     end : int

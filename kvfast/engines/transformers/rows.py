@@ -14,7 +14,7 @@ from kvfast.core.interchange import as_array
 EVERYTHING = slice(None)
 
 
-class Rows:
+class RowCaches:
     """Caches of the rows of a batch. They are made when the first keys come, which have the number of rows and the shape.
 
     Attributes
@@ -382,7 +382,7 @@ class Rows:
 
     def copy(self):
         """Independent copies."""
-        other = object.__new__(Rows)
+        other = object.__new__(RowCaches)
         other.__dict__.update(self.__dict__)
         other.rows = [row.copy() for row in self.settled()]
         other.seen, other._open, other._expected = list(self.seen), set(), set()

@@ -109,7 +109,7 @@ class LayerStates:
     ----------
     layers : list
         All layers of the cache, as transformers knows them.
-    rows : Rows
+    rows : RowCaches
     stride : int
         Tokens after which a step of one token leaves a checkpoint. Steps of several tokens always do, before and after them.
     last : int

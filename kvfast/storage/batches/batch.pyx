@@ -26,7 +26,7 @@ from kvfast.storage.sequences.segments cimport free_segments
 from kvfast.storage.sequences.sequence cimport SequenceStorage, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
-from kvfast.storage.tables.token_states cimport coded_at
+from kvfast.storage.tables.token_life cimport coded_at
 
 from kvfast.core.interchange import as_array
 from kvfast.core.kernels import name_of_precision

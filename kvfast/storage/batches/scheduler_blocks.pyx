@@ -24,7 +24,7 @@ from libc.string cimport memset
 from kvfast.core.limits cimport KV_PIECE
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.memory.pool cimport BlockPool
-from kvfast.storage.tables.token_states cimport coded_at
+from kvfast.storage.tables.token_life cimport coded_at
 
 cdef enum:
     CODES                      # its tokens have codes alone, but for the first tokens of a sequence and those of a patch

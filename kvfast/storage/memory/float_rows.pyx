@@ -29,7 +29,7 @@ cdef class FloatRows:
 
     If blocks are sealed, all new tokens get float rows (`open`). A full block gets codes, too (`seal`), and loses the rows when no
     query reads them any more (`release_sealed`). Tokens can be appended to what is left of it when it has rows again (`restore`). A
-    block is patched if its new tokens do not fit its statistics: these keep their rows. `TokenStates` knows which tokens of a
+    block is patched if its new tokens do not fit its statistics: these keep their rows. `TokenLife` knows which tokens of a
     sequence are how far, and `SchedulerBlocks` knows it of blocks whose sequences it is not told.
 
     If blocks are not sealed, only the first tokens of a sequence get float rows, and keep them.

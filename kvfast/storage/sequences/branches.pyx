@@ -102,7 +102,7 @@ cdef int _check_moves(SequenceStorage storage, BlockTable table, Py_ssize_t firs
     first, complete = first - storage.base, complete - storage.base
     # The codes of a sealed block are those of all of its tokens together, so a token without its float row cannot move, nor can one
     # come into a block that stays sealed.
-    if table.pool.seals and (first < table.states.cut_end or first < complete // size * size):
+    if table.pool.seals and (first < table.life.cut_end or first < complete // size * size):
         raise ValueError(f"keep cannot move a token to position {first + storage.base}, whose block of {size} tokens is sealed: call "
                          f"truncate(n, keep=...) before advance; or {again}")
     for layer in range(table.pool.num_layers):

@@ -59,7 +59,7 @@ cdef int _settle(list frozen_tables) except -1:
     cdef BlockTable table
     for frozen in frozen_tables:
         for table in frozen.tables:
-            table.states.settle(table.length)
+            table.life.settle(table.length)
     return 0
 
 

@@ -6,13 +6,13 @@ from kvfast.codec.encode cimport kv_rotary
 from kvfast.core.arrays cimport Rows
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.tables.block_map cimport BlockMap
-from kvfast.storage.tables.token_states cimport TokenStates
+from kvfast.storage.tables.token_life cimport TokenLife
 
 
 cdef class BlockTable:
     cdef readonly BlockPool pool
     cdef readonly BlockMap map
-    cdef TokenStates states
+    cdef TokenLife life
     cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
     cdef readonly Py_ssize_t length    # tokens that every layer has
     cdef bint closed                   # `close` was called

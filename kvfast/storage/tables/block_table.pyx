@@ -12,7 +12,7 @@ from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, write_ro
 from kvfast.core.arrays cimport Rows
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.tables.block_map cimport BlockMap, entry_of
-from kvfast.storage.tables.token_states cimport TokenStates
+from kvfast.storage.tables.token_life cimport TokenLife
 
 from kvfast.core.text import shown
 
@@ -22,7 +22,7 @@ cdef class BlockTable:
 
     def __cinit__(self, BlockPool pool, *args):
         self.pool, self.map = pool, BlockMap(pool, 0)
-        self.states = TokenStates(self.map)
+        self.life = TokenLife(self.map)
         self.lengths = <Py_ssize_t *>calloc(pool.num_layers, sizeof(Py_ssize_t))
         if self.lengths == NULL:
             raise MemoryError("cannot allocate the lengths of a sequence")
@@ -66,14 +66,14 @@ cdef class BlockTable:
             return 0
         if self.pool.index is None:  # else even blocks that are evicted at once may be found by their tokens
             skipped = self.skipped_at(self.length + n)
-        return self.states.seal(self.length, n, self.map.sink_blocks + skipped if skipped else 0)
+        return self.life.seal(self.length, n, self.map.sink_blocks + skipped if skipped else 0)
 
     cdef int advance(self, Py_ssize_t n) except -1:
         """Count tokens as complete, after `seal_full`."""
         self.length += n
         self.release_evicted()
         if self.pool.seals:
-            self.states.release_float_rows(self.length)
+            self.life.release_float_rows(self.length)
         return 0
 
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
@@ -82,7 +82,7 @@ cdef class BlockTable:
 
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
         """Whether `advance` seals no block and releases none."""
-        return self.states.just_counts(self.length, n)
+        return self.life.just_counts(self.length, n)
 
     cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
         """`advance` when it just counts."""
@@ -98,13 +98,13 @@ cdef class BlockTable:
 
     cdef dict resume_state(self):
         """What a file stores of a table besides its blocks, for `set_resume_state`."""
-        return {"skipped_blocks": self.map.skipped} | self.states.saved(self.length, self.longest())
+        return {"skipped_blocks": self.map.skipped} | self.life.saved(self.length, self.longest())
 
     cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1:
         """Become a sequence of `length` tokens, after `check_resume_state`. The caller takes its blocks."""
         self.set_length(length)
         self.map.skipped = state["skipped_blocks"]
-        return self.states.set_begins([one and one["floats_begin"] for one in self.states.saved_layers(state)])
+        return self.life.set_begins([one and one["floats_begin"] for one in self.life.saved_layers(state)])
 
     cdef void set_length(self, Py_ssize_t length) noexcept nogil:
         """Let all layers have as many tokens."""
@@ -115,7 +115,7 @@ cdef class BlockTable:
 
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
         """Number of blocks of a sequence of `length` tokens; ValueError if `state` is invalid."""
-        if self.states.check_saved(length, state) != {"skipped_blocks": 0}:
+        if self.life.check_saved(length, state) != {"skipped_blocks": 0}:
             raise ValueError(f"the state of a cache that keeps everything must have no dropped blocks, got {shown(state)}")
         return (length + self.pool.block_size - 1) // self.pool.block_size
 
@@ -124,13 +124,13 @@ cdef class BlockTable:
         context.length = self.lengths[layer]
         context.sink_blocks = self.map.sink_blocks
         context.skipped = self.map.skipped
-        context.floats_begin, context.codes_end = self.states.begins[layer], self.states.codes_end(layer, self.length)
+        context.floats_begin, context.codes_end = self.life.begins[layer], self.life.codes_end(layer, self.length)
 
     cdef bint is_writable(self, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
         """Whether there is nothing to do before a layer's positions first to last are written."""
         cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
         cdef int32_t block
-        if end > self.map.end() or self.states.begins[layer] % size:
+        if end > self.map.end() or self.life.begins[layer] % size:
             return False
         for index in range(first // size, end):
             block = self.map.block(index)
@@ -156,7 +156,7 @@ cdef class BlockTable:
             if block >= 0 and self.pool.is_frozen(block):
                 block, source = -1, block
             begin = first - index * size
-            if self.states.is_cut(-1, index):
+            if self.life.is_cut(-1, index):
                 begin = 0
             needed += self.pool.floats.needed(block, source, index, begin, last - index * size)
         return needed
@@ -197,13 +197,13 @@ cdef class BlockTable:
                 if self.pool.secure:
                     self._wipe_behind(index)
             elif changes is not None and self.pool.floats is not None and (
-                    self.states.is_cut(layer, index) or not self._is_open(layer, self.map.blocks[at], index, first, last)):
+                    self.life.is_cut(layer, index) or not self._is_open(layer, self.map.blocks[at], index, first, last)):
                 block = self.map.blocks[at]
                 changes.append((block, self.pool.floats.pieces_of(block), self.pool.floats.kept_of(block)))
-            if self.states.is_cut(layer, index):
+            if self.life.is_cut(layer, index):
                 if changes is not None:
-                    changes.append((self.states.listed(),))
-                self.states.reopen(layer)
+                    changes.append((self.life.listed(),))
+                self.life.reopen(layer)
             if self.pool.floats is not None:
                 self.pool.floats.open(layer, self.map.blocks[at], index, first - index * size, last - index * size)
         return 0
@@ -229,7 +229,7 @@ cdef class BlockTable:
                 self.pool.floats.keep_pieces(change[0], change[1])
                 self.pool.floats.set_kept(change[0], change[2])
             else:
-                self.states.set_begins(change[0])
+                self.life.set_begins(change[0])
         self.map.release_from(count)
         self.pool.trim_surplus()
         return 0
@@ -317,7 +317,7 @@ cdef class BlockTable:
         self.length = n
         for i in range(self.pool.num_layers):
             self.lengths[i] = min(self.lengths[i], n)
-        self.states.cut(n)
+        self.life.cut(n)
         if self.pool.secure and n % self.pool.block_size:
             self._wipe_behind(n // self.pool.block_size)
         return 0
@@ -333,7 +333,7 @@ cdef class BlockTable:
         cdef Py_ssize_t gone = first // self.pool.block_size - self.map.skipped
         if gone > 0:
             self.map.skip(gone)
-            self.states.raise_to(self.map.skipped * self.pool.block_size)
+            self.life.raise_to(self.map.skipped * self.pool.block_size)
         return 0
 
     cdef int wipe_before(self, Py_ssize_t first) except -1:
@@ -358,13 +358,13 @@ cdef class BlockTable:
 
     cdef list pieces(self):
         """First positions of the pieces of float rows that the sequence reads, or will read."""
-        return self.states.pieces(self.length, self.longest())
+        return self.life.pieces(self.length, self.longest())
 
     cdef int copy_resume_state(self, BlockTable other) except -1:
         """Copy the lengths of a table of the same kind, and which of its tokens are left."""
         self.map.skipped, self.length = self.skipped_of(other), other.length
         memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
-        return self.states.take(other.states.begins)
+        return self.life.take(other.life.begins)
 
     cdef int share(self, BlockTable other) except -1:
         """Become a copy of another table of this pool that shares its blocks."""
@@ -404,7 +404,7 @@ cdef class BlockTable:
         self.map.adopt(blocks)
         self.map.skipped = skipped
         self.set_length(self.map.end() * self.pool.block_size)
-        self.states.raise_to(self.length)
+        self.life.raise_to(self.length)
         return 0
 
     cdef int open(self, Py_ssize_t count) except -1:

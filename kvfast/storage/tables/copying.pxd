@@ -9,7 +9,7 @@ from kvfast.storage.tables.block_table cimport BlockTable
 cdef class CopyPlan:
     cdef list pieces                   # of the target, once it is a copy of the source
     cdef Py_ssize_t[::1] codes         # slots of the source with codes, of each layer
-    cdef list layers                   # as of `TokenStates`
+    cdef list layers                   # as of `TokenLife`
 
 
 cdef Py_ssize_t blocks_for(BlockTable target, BlockTable source) noexcept

@@ -35,7 +35,7 @@ cdef class CopyPlan:
 
 cdef CopyPlan plan_copy(BlockTable target, BlockTable source):
     cdef CopyPlan plan = CopyPlan.__new__(CopyPlan)
-    plan.codes, plan.layers = slots_with_codes(source), source.states.layers(source.length, source.longest())
+    plan.codes, plan.layers = slots_with_codes(source), source.life.layers(source.length, source.longest())
     if target.pool.block_size == source.pool.block_size:
         plan.pieces = source.pieces()
     else:  # only the start of the sequence has float rows: tables that seal blocks have the same block size
@@ -47,7 +47,7 @@ cdef CopyPlan plan_copy(BlockTable target, BlockTable source):
 cdef Py_ssize_t[::1] slots_with_codes(BlockTable table):
     """Number of slots in use that have codes, of each layer."""
     cdef Py_ssize_t layer, longest = table.longest()
-    return np.array([table.states.slots_with_codes(layer, table.length, longest) for layer in range(table.pool.num_layers)], np.intp)
+    return np.array([table.life.slots_with_codes(layer, table.length, longest) for layer in range(table.pool.num_layers)], np.intp)
 
 
 cdef BlockTable clone_table(BlockTable table, BlockPool pool):
@@ -69,7 +69,7 @@ cdef int copy_table(BlockTable source, BlockTable target, CopyPlan plan, bint ma
     else:
         copy_slots(source.pool.layouts, source.map.blocks, target.pool.layouts, target.map.blocks, target.pool.num_layers,
                    source.num_slots(), plan.codes, may_stop)
-    target.states.set_codes(plan.layers)
+    target.life.set_codes(plan.layers)
     if target.pool.floats is not None:
         _copy_floats(source, target, plan.pieces)
     return 0

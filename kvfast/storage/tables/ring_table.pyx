@@ -123,7 +123,7 @@ cdef class RingTable(BlockTable):
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
         """Skipped blocks must follow the sink tokens and hold only evicted tokens."""
         cdef Py_ssize_t skipped, evicted, most, size = self.pool.block_size
-        if set(self.states.check_saved(length, state)) != {"skipped_blocks", "evicted_tokens"}:
+        if set(self.life.check_saved(length, state)) != {"skipped_blocks", "evicted_tokens"}:
             raise ValueError(f"the state of a ring must have other entries, got {shown(state)}")
         skipped = check_count(state["skipped_blocks"], "skipped_blocks", 0, KV_MAX_TOKENS)
         evicted = check_count(state["evicted_tokens"], "evicted_tokens", 0, KV_MAX_TOKENS)
@@ -132,7 +132,7 @@ cdef class RingTable(BlockTable):
         if evicted > most or skipped and (self.map.sink_blocks + skipped) * size > evicted:
             raise ValueError(f"the state of a ring must fit its window of {self.window}, {self.num_sink_tokens} sink tokens and "
                              f"{length} tokens, got {shown(state)}")
-        for one in self.states.saved_layers(state) if skipped else ():
+        for one in self.life.saved_layers(state) if skipped else ():
             if one is None or one["floats_begin"] >= (self.map.sink_blocks + skipped) * size and not any([
                     self.map.sink_blocks <= index < self.map.sink_blocks + skipped for index, _ in one.get("patches", [])]):
                 continue

@@ -83,7 +83,7 @@ class LlamaModel:
         """How the model rotates queries and keys, for `KVCache.splice` and `KVCache.drop`."""
         return Rope(frequencies=self.weights.rope_frequencies)
 
-    def forward(self, tokens, cache, parents=None):
+    def forward(self, tokens, cache, tree_parents=None):
         """Run tokens through the model, extending the context in `cache`.
 
         Up to `FEW_TOKENS` tokens get the bits that they would get one by one.
@@ -95,7 +95,7 @@ class LlamaModel:
         cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
             Made with `cache_shape`. If the call fails, or is interrupted, the cache keeps the
             context it had.
-        parents : list of int, optional
+        tree_parents : list of int, optional
             The last tokens are a tree of drafts: for each of them the number of the draft that it follows, -1 for
             the token before the tree. Their position is their depth. None of the tokens is counted then:
             ``cache.truncate(len(cache), keep=...)`` keeps those that are right, and `advance` counts them.
@@ -108,11 +108,11 @@ class LlamaModel:
         tokens = self._checked(tokens)
         start = len(cache)
         positions = np.arange(start, start + len(tokens))
-        for draft, parent in enumerate(parents or (), len(tokens) - len(parents or ())):
-            positions[draft] = positions[parent + len(tokens) - len(parents)] + 1
+        for draft, parent in enumerate(tree_parents or (), len(tokens) - len(tree_parents or ())):
+            positions[draft] = positions[parent + len(tokens) - len(tree_parents)] + 1
         try:
-            hidden = self._layers(tokens, positions, _attention_to(cache, parents))
-            if parents is None:
+            hidden = self._layers(tokens, positions, _attention_to(cache, tree_parents))
+            if tree_parents is None:
                 cache.advance(len(tokens))
         except BaseException:
             cache.truncate(start)  # drops what some layers appended and others did not
@@ -277,12 +277,12 @@ class LlamaModel:
         return out.reshape(*x.shape[:-1], -1)
 
 
-def _attention_to(cache, parents=None):
+def _attention_to(cache, tree_parents=None):
     """What `LlamaModel._layers` does with the projections of one sequence."""
 
     def attention(index, qkv, **transform):
         q = cache.write(index, qkv, **transform)
-        return cache.attend(index, q) if parents is None else cache.attend(index, q, parents=parents)
+        return cache.attend(index, q) if tree_parents is None else cache.attend(index, q, tree_parents=tree_parents)
 
     return attention
 

@@ -206,7 +206,7 @@ cdef class Pool:
         self.told(code)
 
     def attend(self, int layer, sequences, q, out, starts=None, count=None, bint no_cascade=False, spans=None, span_counts=None,
-               parents=None, parent_counts=None, float[:, ::1] lse=None):
+               tree_parents=None, parent_counts=None, float[:, ::1] lse=None):
         cdef Batch batch = Batch(sequences, starts, count)
         cdef capi.kvfast_rows queries = _given(q), target = _given(out)
         cdef capi.kvfast_options options
@@ -218,9 +218,9 @@ cdef class Pool:
         if spans is not None:
             of_spans = spans
             options.spans, options.num_spans = &of_spans[0, 0], of_spans.shape[0]
-        if parents is not None:
-            of_parents = parents
-            options.parents, options.num_parents = &of_parents[0], of_parents.shape[0]
+        if tree_parents is not None:
+            of_parents = tree_parents
+            options.tree_parents, options.num_parents = &of_parents[0], of_parents.shape[0]
         if span_counts is not None:
             counts_of_spans = span_counts
             batch.batch.span_counts = &counts_of_spans[0]

@@ -37,20 +37,20 @@ cdef class Layer:
             raise ValueError(f"{code}: {capi.error(self.cache).decode()}")
 
     def attend(self, float[:, :, :] q, float[:, :, :] out, Py_ssize_t chunk=0, Py_ssize_t[:, ::1] spans=None, Py_ssize_t num_spans=0,
-               bint clamp=False, bint not_causal=False, Py_ssize_t[::1] parents=None, Py_ssize_t num_parents=0,
-               const int64_t[:, :, ::1] chosen=None, Py_ssize_t num_chosen=0, int run=0, int precision=0):
-        """The queries of tokens that are there; `num_spans`, `num_parents` and `num_chosen` may be wrong."""
+               bint clamp=False, bint not_causal=False, Py_ssize_t[::1] tree_parents=None, Py_ssize_t num_parents=0,
+               const int64_t[:, :, ::1] indices=None, Py_ssize_t num_indices=0, int run=0, int precision=0):
+        """The queries of tokens that are there; `num_spans`, `num_parents` and `num_indices` may be wrong."""
         cdef capi.kvfast_rows queries = _rows(q), target = _rows(out)
         cdef capi.kvfast_options options
         cdef int code
         memset(&options, 0, sizeof(options))
         options.attention_chunk_size, options.num_spans, options.clamp_spans = chunk, num_spans, clamp
         options.not_causal, options.num_parents = not_causal, num_parents
-        if parents is not None:
-            options.parents, options.num_parents = &parents[0], parents.shape[0]
-        options.num_chosen, options.chosen_run, options.precision = num_chosen, run, precision
-        if chosen is not None:
-            options.chosen, options.chosen_heads, options.num_chosen = &chosen[0, 0, 0], chosen.shape[1], chosen.shape[2]
+        if tree_parents is not None:
+            options.tree_parents, options.num_parents = &tree_parents[0], tree_parents.shape[0]
+        options.num_indices, options.index_block, options.precision = num_indices, run, precision
+        if indices is not None:
+            options.indices, options.index_heads, options.num_indices = &indices[0, 0, 0], indices.shape[1], indices.shape[2]
         if spans is not None:
             options.spans, options.num_spans = &spans[0, 0], spans.shape[0]
         with nogil:

@@ -1,4 +1,4 @@
-"""The states of a sequence's tokens."""
+"""The life of a sequence's tokens."""
 from libc.stdint cimport int32_t
 
 from kvfast.storage.memory.pool cimport BlockPool
@@ -6,7 +6,7 @@ from kvfast.storage.tables.block_map cimport BlockMap
 
 
 # `length` is always the number of tokens that every layer has, and `longest` the number that the longest layer has.
-cdef class TokenStates:
+cdef class TokenLife:
     cdef BlockPool pool
     cdef BlockMap map
     # (num_layers,) of layers that seal blocks, number of first tokens without float rows; see kv_context. What a layer reads depends on

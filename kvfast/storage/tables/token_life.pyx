@@ -14,14 +14,14 @@ cdef Py_ssize_t coded_at(Py_ssize_t length, Py_ssize_t open_tokens, Py_ssize_t b
     return (length - open_tokens) // block_size * block_size if length > open_tokens else 0
 
 
-cdef class TokenStates:
+cdef class TokenLife:
     """From which token on the layers of a sequence read float rows; see `FloatRows` for the life of a block."""
 
     def __cinit__(self, BlockMap map):
         self.map, self.pool = map, map.pool
         self.begins = <Py_ssize_t *>calloc(self.pool.num_layers, sizeof(Py_ssize_t))
         if self.begins == NULL:
-            raise MemoryError("cannot allocate the states of a sequence")
+            raise MemoryError("cannot allocate the life of a sequence's tokens")
 
     def __dealloc__(self):
         free(self.begins)
@@ -223,7 +223,7 @@ cdef class TokenStates:
         return 0
 
     cdef dict saved(self, Py_ssize_t length, Py_ssize_t longest):
-        """What a file stores of the states: that of all layers, or of each where they differ."""
+        """What a file stores of it: that of all layers, or of each where they differ."""
         cdef list layers = [state for state in self.layers(length, longest) if state is not None]
         if not layers:
             return {}

@@ -202,7 +202,7 @@ def attention_alone(given):
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     import kvfast
-    from kvfast.planning.engine import VLLM_FORMATS
+    from kvfast.planning.vllm_blocks import VLLM_FORMATS
 
     torch.set_num_threads(1)
     n, per = given.sequences, -(-given.context // BLOCK)

@@ -26,8 +26,8 @@ from kvfast.engines.transformers.static import KVFastStaticCache, register_stati
 register()
 register_static()
 if needs_trial(installed_version("transformers")):
-    from kvfast.engines.transformers.trial import difference
+    from kvfast.engines.transformers.trial import trial
 
-    tell(installed_version("transformers"), difference())
+    tell(installed_version("transformers"), trial())
 
 __all__ = ["KVFastCache", "KVFastStaticCache"]

@@ -1,16 +1,17 @@
-"""What a library has of that which kvfast uses of it. Versions tell little: some change every few weeks."""
+"""Checks that an installed library has the names and parameters that kvfast uses, and computes as it does. Version numbers tell little:
+some libraries change every few weeks."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any
 
-# What calls of a library raise that has changed.
-FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+# Errors of calls of a library that has changed.
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def missing(used: Mapping[str, Mapping[str, Collection[str]]]) -> str | None:
@@ -43,6 +44,25 @@ def missing(used: Mapping[str, Mapping[str, Collection[str]]]) -> str | None:
                 if not _has(one, detail):
                     return f"{name} of {module} has no {detail}"
     return None
+
+
+def difference(calls: Callable[[], Any], library: str, most: float) -> str | None:
+    """Why a version of a library that was not tested cannot be used, or None.
+
+    Parameters
+    ----------
+    calls : callable
+        Makes one attention call in the library's own way and in kvfast's. Returns both results, tensors of PyTorch.
+    library : str
+    most : float
+        The largest difference that rounding explains.
+    """
+    try:
+        own, other = calls()
+    except _FAILURES as error:
+        return f"an attention call failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    largest = float((own - other).abs().max())
+    return None if largest <= most else f"an attention call differs from {library}'s own by {largest:.2g}, more than {most:.2g}"
 
 
 def _has(one, detail):

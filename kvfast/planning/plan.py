@@ -11,11 +11,11 @@ from kvfast.core.checks import check_choice, check_positive, check_size
 from kvfast.core.hardware import read_bandwidth
 from kvfast.core.limits import MAX_TOKENS, PIECE, SLAB_BLOCKS
 from kvfast.core.text import one_of, shown
-from kvfast.planning.engine import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
 from kvfast.planning.key_bias import key_bias_note
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import ModelShape, read_shape
 from kvfast.planning.plan_text import plain_text
+from kvfast.planning.vllm_blocks import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
 from kvfast.storage.kinds import BLOCK_SIZE, ROLLBACK, ring_blocks
 from kvfast.storage.memory.pool import BlockPool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvfast.core.text import size_text
-from kvfast.planning.engine import DEFAULTS
+from kvfast.planning.vllm_blocks import DEFAULTS
 
 __all__ = ["plain_text"]
 

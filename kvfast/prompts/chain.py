@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 LISTED_TOKENS = 16
 
 
-def key_of(kind: str, digest: bytes) -> str:
-    """The key of a value: "c" for a chunk, "e" for the end of a prompt, "s" for states after one of both, "t" for a list of tails."""
-    return f"{kind}-{digest.hex()}"
+def digest_of(key: str) -> bytes:
+    """The digest that a key has after its kind: "c" for a chunk, "e" for the end of a prompt, "s" for states after one of both, "t" for
+    a list of tails."""
+    return bytes.fromhex(key[2:])
 
 
 def common_length(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
@@ -28,7 +29,7 @@ def common_length(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
 
 
 class Chain:
-    """Digests of the prefixes of a prompt.
+    """The keys of a prompt.
 
     Node i stands for the first ``i * chunk_tokens`` tokens. Its digest covers the node before it, as in vLLM and SGLang. With a
     secret, nobody else can compute a digest, or learn from one which prompt it is.
@@ -63,27 +64,31 @@ class Chain:
             more = others(start, start + size) if others else b""
             self.nodes.append(self._digest(b"node", self.nodes[-1], self._bytes(start, start + size), more))
 
-    def chunk(self, index: int) -> bytes:
-        """Digest of a chunk: the tokens between the nodes `index` and ``index + 1``."""
-        return self._digest(b"chunk", self.nodes[index + 1])
+    def chunk(self, index: int) -> str:
+        """The key of a chunk: the tokens between the nodes `index` and ``index + 1``."""
+        return "c-" + self._digest(b"chunk", self.nodes[index + 1]).hex()
 
-    def end(self, node: int, tail: NDArray[np.int64]) -> bytes:
-        """Digest of the end of a prompt with these tokens after a node."""
-        return self._digest(b"end", self.nodes[node], tail.astype("<i8").tobytes())
+    def chunks(self, count: int) -> list[str]:
+        """The keys of the first `count` chunks."""
+        return [self.chunk(i) for i in range(count)]
 
-    def states(self, node: int, tail: NDArray[np.int64] | None = None) -> bytes:
-        """Digest of the recurrent states after a node, or after the end of a prompt with these tokens after it."""
-        return self._digest(b"states", self.nodes[node] if tail is None else self.end(node, tail))
+    def end(self, node: int, tail: NDArray[np.int64]) -> str:
+        """The key of the end of a prompt with these tokens after a node."""
+        return "e-" + self._digest(b"end", self.nodes[node], tail.astype("<i8").tobytes()).hex()
 
-    def tails(self, node: int, length: int | None = None) -> list[bytes]:
-        """Digests of the lists in which a prompt finds tails after a node; with `length`, only of the one that has its own
-        tail of `length` tokens."""
+    def states(self, node: int, tail: NDArray[np.int64] | None = None) -> str:
+        """The key of the recurrent states after a node, or after the end of a prompt with these tokens after it."""
+        return "s-" + self._digest(b"states", self.nodes[node] if tail is None else digest_of(self.end(node, tail))).hex()
+
+    def tails(self, node: int, length: int | None = None) -> list[str]:
+        """The keys of the lists in which a prompt finds tails after a node; with `length`, only of the one that has its own tail of
+        `length` tokens."""
         start, digests = node * self.chunk_tokens, []
         if length is None or length < LISTED_TOKENS:
             digests.append(self._digest(b"tails", self.nodes[node]))
         if (len(self.token_ids) - start if length is None else length) >= LISTED_TOKENS:
             digests.append(self._digest(b"tails", self.nodes[node], self._bytes(start, start + LISTED_TOKENS)))
-        return digests
+        return [f"t-{digest.hex()}" for digest in digests]
 
     def _bytes(self, start, end):
         return self.token_ids[start:end].astype("<i8").tobytes()
@@ -92,9 +97,9 @@ class Chain:
         return _digest(self._secret, person, *parts)
 
 
-def part_of(node: bytes, name: str, secret: bytes) -> bytes:
-    """Digest of a part of the chunk that ends at a node: what one process of several keeps of it, or one kind of layers."""
-    return _digest(secret, b"part", node, name.encode())
+def part_of(node: bytes, name: str, secret: bytes) -> str:
+    """The key of a part of the chunk that ends at a node."""
+    return "c-" + _digest(secret, b"part", node, name.encode()).hex()
 
 
 def _digest(secret, person, *parts):

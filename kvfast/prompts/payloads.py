@@ -12,7 +12,7 @@ from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import CorruptFileError
 from kvfast.files import block_bytes, chunk_bytes
 from kvfast.files.fields import STATES, TABLES, check_fields, parsed
-from kvfast.prompts.envelope import complete, new_value
+from kvfast.prompts.envelope import new_value
 from kvfast.storage.sequences.checkpoints import Checkpoint, StateForms
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ class ChunkForm:
         """Bytes of the payload of a chunk; 0 if no layer keeps all tokens, and there are no chunks."""
         return self._of_blocks + (self._of_floats if index == 0 else 0)
 
-    def read(self, storage: Any, index: int, digest: bytes, secret: bytes) -> bytearray:
-        """The value of a chunk."""
+    def read(self, storage: Any, index: int) -> bytearray:
+        """The value of a chunk, without its header."""
         value, payload = new_value(self.nbytes(index))
         chunk_bytes.copy_blocks(storage, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], False)
         if index == 0:
             block_bytes.copy_rows(chunk_bytes.first_float_rows(storage, True), payload[self._of_blocks :], False)
-        return complete(value, digest, secret, (index + 1) * self.blocks * storage.block_size)
+        return value
 
     def write(self, storage: Any, index: int, payload: memoryview, start: int = 0, floats: bool = True) -> None:
         """Write a payload to the blocks of a sequence, from its block `start` on.
@@ -102,25 +102,25 @@ class End:
         block_bytes.copy_rows(block_bytes.rest(storage, self._skip, False), self._rows, True)
 
     @staticmethod
-    def read(storage: Any, num_chunk_blocks: int, digest: bytes, secret: bytes) -> bytearray:
-        """The value of the end of a sequence."""
+    def read(storage: Any, num_chunk_blocks: int) -> bytearray:
+        """The value of the end of a sequence, without its header."""
         states = json.dumps(storage.resume_states(), separators=(",", ":")).encode()
         rows = block_bytes.rest(storage, num_chunk_blocks, True)
         value, payload = new_value(4 + len(states) + sum(row.nbytes for row in rows))
         struct.pack_into("<I", payload, 0, len(states))
         payload[4 : 4 + len(states)] = states
         block_bytes.copy_rows(rows, payload[4 + len(states) :], False)
-        return complete(value, digest, secret, storage.length)
+        return value
 
 
-def states_value(checkpoint: Checkpoint, digest: bytes, secret: bytes, num_tokens: int) -> bytearray:
-    """The value of the states after `num_tokens` tokens."""
+def states_value(checkpoint: Checkpoint) -> bytearray:
+    """The value of recurrent states, without its header."""
     header = json.dumps(checkpoint.forms.fields, separators=(",", ":")).encode()
     start = 4 + len(header)
     value, payload = new_value(start + len(checkpoint.data))
     struct.pack_into("<I", payload, 0, len(header))
     payload[4:start], payload[start:] = header, checkpoint.data
-    return complete(value, digest, secret, num_tokens)
+    return value
 
 
 def states_of(payload: memoryview, secure: bool) -> Checkpoint:
@@ -141,12 +141,12 @@ def states_of(payload: memoryview, secure: bool) -> Checkpoint:
     return Checkpoint(forms, data)
 
 
-def tails_value(tails: list[NDArray[np.int64]], digest: bytes, secret: bytes) -> bytearray:
-    """The value of a list of tails, the newest first: the token ids of each after a node."""
+def tails_value(tails: list[NDArray[np.int64]]) -> bytearray:
+    """The value of a list of tails, without its header. The newest is the first: the token ids of each after a node."""
     data = b"".join(struct.pack("<I", len(tail)) + tail.astype("<i8").tobytes() for tail in tails[:MAX_TAILS])
     value, payload = new_value(len(data))
     payload[:] = data
-    return complete(value, digest, secret, 0)
+    return value
 
 
 def tails_of(payload: memoryview) -> list[NDArray[np.int64]]:

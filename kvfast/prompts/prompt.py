@@ -9,13 +9,14 @@ from kvfast.codec.formats import block_size_of
 from kvfast.core.checks import checked_salt
 from kvfast.core.text import shown
 from kvfast.files import chunk_bytes, state
-from kvfast.prompts.chain import Chain
 from kvfast.prompts.payloads import ChunkForm, End
 from kvfast.storage.kinds import BLOCK_SIZE, storage_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from kvfast.prompts.chunk_store import ChunkStore
 
 
 class Prompt:
@@ -30,8 +31,8 @@ class Prompt:
     model : str
     salt : bytes or None
         None for that of the cache.
-    secret : bytes
     chunk_tokens : int
+    chunks : ChunkStore
 
     Attributes
     ----------
@@ -42,7 +43,7 @@ class Prompt:
     """
 
     def __init__(
-        self, cache: Any, token_ids: NDArray[np.int64], model: str, salt: bytes | None, chunk_tokens: int, secret: bytes
+        self, cache: Any, token_ids: NDArray[np.int64], model: str, salt: bytes | None, chunk_tokens: int, chunks: ChunkStore
     ) -> None:
         if not isinstance(model, str):
             raise TypeError(f"model must be a str, got {shown(model)}")
@@ -59,14 +60,14 @@ class Prompt:
         self.form = ChunkForm(self.template, chunk_tokens)
         self.keeps_all = chunk_bytes.keeps_everything(self.template)
         text = state.json_of([state.VERSION, model, salt.hex(), self.settings, self.block_size], sort_keys=True)
-        self.chain = Chain(text, token_ids, chunk_tokens, secret)
+        self.chain = chunks.chain(text, token_ids, chunk_tokens)
 
-    def chunks(self, count: int) -> list[bytes]:
-        """Digests of the first `count` chunks; none if no layer keeps all tokens."""
-        return [self.chain.chunk(i) for i in range(count if self.form.nbytes(0) else 0)]
+    def chunks(self, count: int) -> list[str]:
+        """The keys of the first `count` chunks; none if no layer keeps all tokens."""
+        return self.chain.chunks(count if self.form.nbytes(0) else 0)
 
-    def states(self, snapshot: Any, node: int, tail: NDArray[np.int64] | None) -> dict[bytes, tuple[int, Any]]:
-        """The checkpoints of a snapshot that a store takes, with their positions and by their digests: those after chunks up to a node,
+    def states(self, snapshot: Any, node: int, tail: NDArray[np.int64] | None) -> dict[str, tuple[int, Any]]:
+        """The checkpoints of a snapshot that a store takes, with their positions and by their keys: those after chunks up to a node,
         and with `tail` that after the end."""
         held, size = storage_in(snapshot).checkpoints.held if self.has_states else {}, self.chunk_tokens
         found = {self.chain.states(n // size): (n, one) for n, one in held.items() if n % size == 0 and n // size <= node}

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from kvfast.caches.sequence_cache import SequenceCache, know_tokens, storage_in
-from kvfast.core.checks import check_flag, check_positive, check_size, checked_token_ids
+from kvfast.core.checks import check_flag, check_positive, checked_token_ids
 from kvfast.errors import CacheFullError
 from kvfast.files import chunk_bytes
-from kvfast.prompts.chain import key_of
 from kvfast.prompts.envelope import HEADER_BYTES
-from kvfast.prompts.opening import open_patiently
 from kvfast.prompts.payloads import End, states_value, tails_of, tails_value
 from kvfast.prompts.prompt import Prompt
+from kvfast.prompts.prompt_keeper import PromptKeeper
 from kvfast.prompts.reader import Reader
-from kvfast.prompts.stats import PromptCacheStats
-from kvfast.prompts.writer import Writer
 
 if TYPE_CHECKING:
     import os
 
     from numpy.typing import ArrayLike
-    from typing_extensions import Self
 
     from kvfast.prompts.stores.store import Store
 
@@ -33,7 +29,7 @@ __all__ = ["PromptCache"]
 CHUNK_TOKENS = 128
 
 
-class PromptCache:
+class PromptCache(PromptKeeper):
     """Caches of prompts in a store, found again by their tokens.
 
     A prompt is kept in chunks of `chunk_tokens` tokens. The key of a chunk is a digest of all tokens up to its end, the model, and
@@ -89,12 +85,8 @@ class PromptCache:
         time_limit: float = 5.0,
         background: bool = False,
     ) -> None:
-        self.chunk_tokens = check_size(chunk_tokens, "chunk_tokens", 16, 1 << 20)
-        self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0)
-        self._patient = open_patiently(store, self.max_bytes, near, secret, time_limit)
-        self.store, self.background, self.stats = self._patient.store, check_flag(background, "background"), PromptCacheStats()
-        self._is_closed, self._secret = False, secret
-        self._writer, self._reader = Writer(self._patient, self.stats), Reader(self._patient, secret, self.stats)
+        super().__init__(store, max_bytes, near, chunk_tokens, secret, time_limit, 16)
+        self.background, self._reader = check_flag(background, "background"), Reader(self.chunks)
 
     def save(
         self,
@@ -147,47 +139,40 @@ class PromptCache:
         snapshot = _checked_cache(cache).snapshot(token_ids, uncounted=uncounted)
         if not len(snapshot):
             return False
-        prompt, deadline = self._prompt(cache, snapshot.token_ids, model, salt), self._patient.deadline()
+        prompt, deadline = self._prompt(cache, snapshot.token_ids, model, salt), self.chunks.deadline()
         storage, form, chain = prompt.storage_with(snapshot), prompt.form, prompt.chain
         # An end has one token at least, so that the same prompt, whose last token is never restored, looks for it.
         node = min(chunk_bytes.count_chunk_blocks(storage) // form.blocks, (len(snapshot) - 1) // self.chunk_tokens)
         chunks, tail = prompt.chunks(node), prompt.token_ids[node * self.chunk_tokens :]
         end, (*_, listed) = chain.end(node, tail), chain.tails(node, len(tail))
-        (known,) = self._reader.values("t", [listed], deadline, tails_of) if with_end else (None,)
+        (known,) = self.chunks.values([listed], deadline, tails_of) if with_end else (None,)
         others = [one for one in known or () if not np.array_equal(one, tail)]
         # The same prompt, or one that goes on, may be there already. One that goes on has its states after its own end.
         longer = [one for one in others if len(one) > len(tail) and np.array_equal(one[: len(tail)], tail) and not prompt.has_states]
-        ends = [end, *(chain.end(node, one) for one in longer)]
+        ends = [end, *(chain.end(node, one) for one in longer)] if with_end else []
         states = prompt.states(snapshot, node, tail if with_end else None)
-        keys = [
-            key_of(kind, one) for kind, digests in (("c", chunks), ("s", states), ("e", ends if with_end else ())) for one in digests
-        ]
-        here = dict(zip(keys, self._patient.contains_many(keys, deadline)))
-        kept = next((one for one in ends if here.get(key_of("e", one))), None)
-        is_there = all(here[key] for key in keys[: len(chunks) + len(states)]) and not (with_end and kept is None)
-        if self._patient.is_paused and not is_there:
+        keys = [*chunks, *states, *ends]
+        here = dict(zip(keys, self.chunks.contains(keys, deadline)))
+        kept = next((key for key in ends if here[key]), None)
+        used = [*states][::-1] + chunks[::-1]
+        if self.chunks.is_paused and not (all(here[key] for key in used) and (kept or not with_end)):
             return False
-        used = keys[len(chunks) + len(states) - 1 :: -1] if chunks or states else []
-        values = {
-            key: states_value(one, digest, self._secret, n)
-            for digest, (n, one) in states.items()
-            if not here[key := key_of("s", digest)]
-        }
+        values = {key: (states_value(one), n) for key, (n, one) in states.items() if not here[key]}
         if with_end:
             # In this order the chunks, which the others need, are removed last.
-            used = [key_of("t", listed), key_of("e", kept or end), *used]
+            used = [listed, kept or end, *used]
             if kept is None:
-                values[used[1]] = End.read(storage, node * form.blocks, end, self._secret)
+                values[end] = End.read(storage, node * form.blocks), storage.length
             if kept is None or kept == end and len(others) == len(known or ()):  # its list was lost, or damaged
-                values[used[0]] = tails_value([tail, *others], listed, self._secret)
-        total = sum(HEADER_BYTES + form.nbytes(i) for i in range(len(chunks))) + sum(map(len, values.values()))
+                values[listed] = tails_value([tail, *others]), 0
+        total = sum(HEADER_BYTES + form.nbytes(i) for i in range(len(chunks))) + sum(len(value) for value, _ in values.values())
         if self.max_bytes is not None and total > self.max_bytes:
             return False
         # All bytes are read now, as the cache may change when this returns.
-        new = [i for i, key in enumerate(keys[: len(chunks)]) if not here[key]]
-        calls = [self._writer.put(keys[i], form.read(storage, i, chunks[i], self._secret)) for i in new]
-        calls += [self._writer.put(key, value) for key, value in values.items()]
-        done = self._writer.after(calls, lambda: self._patient.touch(used, is_hit=False))
+        new = [i for i, key in enumerate(chunks) if not here[key]]
+        calls = [self.chunks.put(chunks[i], form.read(storage, i), (i + 1) * self.chunk_tokens) for i in new]
+        calls += [self.chunks.put(key, *value) for key, value in values.items()]
+        done = self.chunks.after(calls, used)
         return self.background or done.result()
 
     def restore(
@@ -221,7 +206,7 @@ class PromptCache:
             raise ValueError(f"the cache must be empty, it holds {len(cache)} tokens")
         token_ids = checked_token_ids(token_ids)
         begin, found = time.perf_counter(), 0
-        prompt, deadline = self._prompt(cache, token_ids, model, salt, tokens_per_second), self._patient.deadline()
+        prompt, deadline = self._prompt(cache, token_ids, model, salt, tokens_per_second), self.chunks.deadline()
         if len(token_ids) > 1:
             for choice in self._reader.choices(cache, prompt, deadline):
                 found = self._reader.fill(cache, prompt, *choice, tokens_per_second, deadline)
@@ -260,10 +245,10 @@ class PromptCache:
                 better = False
             (sequence if better else other).free()
             return other if better else sequence
-        deadline, first = self._patient.deadline(), held // self.chunk_tokens
+        deadline, first = self.chunks.deadline(), held // self.chunk_tokens
         room = held + sequence.pool.num_free_blocks * sequence.block_size
-        digests = prompt.chunks(max(min(len(token_ids) - 1, room), 0) // self.chunk_tokens)[first:]
-        count = (*self._patient.contains_many([key_of("c", one) for one in digests], deadline), False).index(False)
+        keys = prompt.chunks(max(min(len(token_ids) - 1, room), 0) // self.chunk_tokens)[first:]
+        count = self.chunks.count_first(keys, deadline)
         indices, length = range(first, first + count), (first + count) * self.chunk_tokens
         if length > held and not self._reader.is_slow(prompt, indices, length - held, tokens_per_second):
             chunk_bytes.extend(storage_in(sequence), length)
@@ -274,67 +259,24 @@ class PromptCache:
                 raise
             sequence.truncate(max(held, (first + good) * self.chunk_tokens))
             know_tokens(sequence, token_ids[: len(sequence)], prompt.salt)
-            self._patient.touch([key_of("c", one) for one in reversed(digests[:good])])
         self._count(len(token_ids), len(sequence) - held, begin)
         return sequence
-
-    def flush(self) -> None:
-        """Wait until the store has all values that were saved in the background."""
-        self._check_open()
-        self._writer.flush()
-        self._patient.settle()
-
-    def close(self) -> None:
-        """Wait for values saved in the background, and close the store. A second `close` is harmless; other calls are refused."""
-        self._writer.close()
-        self._patient.close()
-        self._is_closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def clear(self) -> None:
         """Remove all values, of all models. This lists the whole store."""
         self.flush()
         self.store.delete([entry.key for entry in self.store.entries()])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all values. This lists the whole store."""
-        self.flush()
-        return sum(entry.nbytes for entry in self.store.entries())
-
     def __len__(self) -> int:
         """Number of prompts, of all models. This lists the whole store."""
         self.flush()
         return sum(entry.key.startswith("e-") for entry in self.store.entries())
 
-    def __bool__(self) -> bool:
-        return True
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a PromptCache has threads and connections, and cannot be copied or pickled: make another one of its store")
-
-    def __repr__(self) -> str:
-        return f"PromptCache({self.store.url!r}, max_bytes={self.max_bytes})"
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._is_closed
-
-    def _check_open(self):
-        if self._is_closed:
-            raise ValueError("this PromptCache is closed")
-
     def _prompt(self, cache, token_ids, model, salt, tokens_per_second=None):
-        self._check_open()
+        self.check_open()
         if tokens_per_second is not None:
             check_positive(tokens_per_second, "tokens_per_second")
-        return Prompt(cache, token_ids, model, salt, self.chunk_tokens, self._secret)
+        return Prompt(cache, token_ids, model, salt, self.chunk_tokens, self.chunks)
 
     def _count(self, num_tokens, found, begin):
         seconds = time.perf_counter() - begin

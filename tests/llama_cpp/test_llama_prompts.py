@@ -273,10 +273,10 @@ def test_a_fetch_that_would_take_longer_is_not_begun(folder, model, monkeypatch)
     with fresh(folder, model) as (llm, prompts):
         llm.complete(ids(100, 1))
         prompts.flush()
-        prompts._patient.rate = 1.0  # bytes in a second
+        prompts.chunks.rate.value = 1.0  # bytes in a second
         llm.complete(PROMPT)
         assert prompts.stats.num_hits == 0 and llm.num_computed == len(PROMPT) + 7
-        prompts._patient.rate = 1e12
+        prompts.chunks.rate.value = 1e12
         llm.complete(ids(20, 2))
         llm.complete(PROMPT)
         assert prompts.stats.num_hits == 1

@@ -16,10 +16,10 @@ import kvfast
 from kvfast import KVFormat
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.planning import LayerShape, ModelShape
-from kvfast.planning.engine import DEFAULTS, VLLM_FORMATS
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import read_shape
 from kvfast.planning.plan import DTYPES
+from kvfast.planning.vllm_blocks import DEFAULTS, VLLM_FORMATS
 
 QUIET = {"memory": 1 << 30, "bandwidth": 1e10}  # nothing of this machine
 OTHERS = [

@@ -304,9 +304,9 @@ def test_a_value_that_is_too_large_is_refused_alone(tmp_path, is_tiered):
     store = TieredStore(store, FolderStore(tmp_path / "far", max_bytes=30_000)) if is_tiered else store
     with prompts_of(store) as prompts, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert not prompts._patient.put("c-" + "0" * 64, bytes(40_000)) and not prompts._patient.is_paused
-        assert prompts._patient.put("c-" + "1" * 64, bytes(10_000))
-        assert not prompts._writer.put("c-" + "0" * 64, bytes(40_000)).result() and prompts.stats.bytes_refused == 40_000
+        assert not prompts.chunks.put("c-" + "0" * 64, bytearray(40_000), 0).result() and not prompts.chunks.is_paused
+        assert prompts.chunks.put("c-" + "1" * 64, bytearray(10_000), 0).result()
+        assert prompts.stats.bytes_refused == 40_000
     why = "neither takes a value" if is_tiered else "a value is larger than max_bytes=20000"
     assert [str(one.message) for one in caught] == [f"a value is not saved in {store.url}: {why}"]
 
@@ -319,7 +319,7 @@ def test_nothing_is_done_for_a_store_that_is_left_alone(monkeypatch):
     with pytest.warns(RuntimeWarning, match=TOLD):
         assert not prompts.save(whole, [*TOKENS[:299], 5])
     refused = prompts.stats.num_refused
-    monkeypatch.setattr(prompts._writer, "put", pytest.fail)
+    monkeypatch.setattr(prompts.chunks, "put", pytest.fail)
     assert not prompts.save(whole, [*TOKENS[:298], 5, 6]) and prompts.stats.num_refused == refused > 0
     assert prompts.save(whole, TOKENS)  # which is there
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from selection import needs_sources
 
+from kvfast import engine
 from kvfast.attention.options import AttendOptions
 
 pytestmark = needs_sources
@@ -35,6 +36,34 @@ def test_no_files_import_each_other(rooms):
     assert "kvfast.caches.snapshot" in files["kvfast.caches.pool"]  # for types
     assert "kvfast.storage.sequences.sequence" in files["kvfast.storage.sequences.heads"]  # cimport
     assert "kvfast.core.prefetching" in files["kvfast"]  # as a name of a package
+
+
+GUESTS = ("engines", "tools", "evaluation", "llama", "llama_cpp", "torch", "transformers", "vllm")
+# Modules of the core that tools import besides; GGUF files need an extra package, which `kvfast.engine` does without.
+TAKEN = {
+    "tools.cli.bench.cases": {"codec.dtypes"},
+    "tools.cli.bench.measure": {"core.hardware"},
+    "tools.evaluation.calibration": {"codec.calibration"},
+    "tools.evaluation.compressed_prompts": {"compression.compressor"},
+    "tools.llama.model": {"codec.rope", "planning.gguf_file"},
+    "tools.llama.tokenizer": {"planning.gguf_file"},
+    "tools.llama.weights": {"planning.gguf_file"},
+    "llama": {"planning.gguf_file"},
+}
+
+
+def test_engines_and_tools_use_public_names_alone(rooms):
+    """Those of `kvfast` and of `kvfast.engine`, each other's, and a few of the core."""
+    taken = {}
+    for name, others in rooms.imports_of_files().items():
+        inside = {other.removeprefix("kvfast.") for other in others - {"kvfast", "kvfast.engine"}}
+        found = {other for other in inside if other.partition(".")[0] not in GUESTS}
+        if found and name.split(".")[1:2] and name.split(".")[1] in GUESTS:
+            taken[name.removeprefix("kvfast.")] = found
+    assert taken == TAKEN
+    for path in (path for room, paths in rooms.rooms().items() if room.partition(".")[0] in GUESTS for path in paths):
+        named = [names for _, room, names in rooms.imports_of(path.read_text()) if room == "engine"]
+        assert {one for names in named for one in names} <= set(engine.__all__), path
 
 
 def test_every_package_has_a_floor(rooms):

@@ -14,7 +14,7 @@ import pytest
 from selection import needs_sources
 
 import kvfast
-from kvfast.planning.engine import VLLM_FORMATS
+from kvfast.planning.vllm_blocks import VLLM_FORMATS
 from kvfast.prompts import stores
 from kvfast.tools import cli
 

@@ -75,7 +75,7 @@ def test_what_a_version_lacks_is_named(monkeypatch):
 def test_an_attention_call_is_tried(monkeypatch, caplog):
     assert needs_trial("5.25.0") and not needs_trial("5.24.9")
     monkeypatch.setattr(logging.getLogger("kvfast"), "propagate", True)
-    tell("5.77.0", trial.difference())
+    tell("5.77.0", trial.trial())
     assert "5.77.0 is installed: one attention call gave transformers' own result, it is used" in caplog.text
 
 
@@ -89,4 +89,4 @@ def test_another_result_is_refused(monkeypatch):
     for wrong, why in ((half, "differs from transformers' own by"), (lacking, "failed with TypeError: unknown argument;")):
         monkeypatch.setattr(trial, "attention", wrong)
         with pytest.raises(ImportError, match=f"5.77.0 is installed: an attention call {why}.*pip install"):
-            tell("5.77.0", trial.difference())
+            tell("5.77.0", trial.trial())

@@ -16,7 +16,7 @@ from llama_folder import save_folder
 from vllm_engines import SamplingParams, TokensPrompt, in_engine
 
 import kvfast
-from kvfast.planning.engine import VLLM_FORMATS
+from kvfast.planning.vllm_blocks import VLLM_FORMATS
 from kvfast.tools.llama.prompts import chat_prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore")

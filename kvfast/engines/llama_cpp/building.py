@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 
-from kvfast.core.prefetching import in_use
+from kvfast import config
 from kvfast.engines.llama_cpp.headers import check_headers, fetch_headers, find_headers, version_of
 from kvfast.engines.llama_cpp.installed import KERNELS, SOURCES, SUFFIX, Ggml, bundled, installed
 
@@ -71,7 +71,7 @@ def build(
         check_headers(headers, ggml)
         openmp = _openmp(scratch)
         # How this processor reads memory best; programs that load the file themselves cannot say it.
-        flags = [*openmp, f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKV_PREFETCH_LEVEL={in_use()[0]}"]
+        flags = [*openmp, f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKV_PREFETCH_LEVEL={config()['prefetch']['level']}"]
         linked = [*openmp, f"-L{ggml.folder}", "-lggml-base", f"-Wl,-rpath,{ggml.folder.resolve()}"]
         return _compile(headers, scratch, flags, linked, ggml.library if out is None else Path(out))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
+from kvfast import CorruptFileError, IncompatibleSnapshotError
 
 MOST_STREAMS = 256
 CELL_BYTES = 12

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvfast.caches.sequence_cache import storage_in
-from kvfast.core.interchange import aligned, as_array, as_float32
-from kvfast.core.text import shown
-from kvfast.errors import CorruptFileError, DimensionMismatchError
+from kvfast import CorruptFileError, DimensionMismatchError
+from kvfast.engine import aligned, as_array, as_float32, shown, storage_in
 
 __all__ = ["TYPES", "export_layer", "from_ggml", "import_layer", "row_bytes", "to_ggml"]
 

@@ -5,8 +5,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal
 
-from kvfast.core.prefetching import in_use
-from kvfast.core.text import shown
+from kvfast import config
+from kvfast.engine import shown
 from kvfast.engines.llama_cpp.installed import SUFFIX, Ggml, bundled, installed
 
 _HINT = "python -m kvfast llama-cpp build"
@@ -67,7 +67,7 @@ def load(
     if backend is None:
         raise RuntimeError(f"ggml {found.version} refuses {path}, perhaps because it is for another ggml; {_HINT} makes a new one")
     use = lambda name, kind: ctypes.CFUNCTYPE(ctypes.c_int, kind)(ggml.ggml_backend_reg_get_proc_address(backend, name))
-    use(b"kvfast_use_prefetch_level", ctypes.c_int)(in_use()[0])
+    use(b"kvfast_use_prefetch_level", ctypes.c_int)(config()["prefetch"]["level"])
     if precision is not None:
         use(b"kvfast_use_precision", ctypes.c_char_p)(precision.encode())
     return path

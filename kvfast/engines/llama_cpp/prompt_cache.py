@@ -7,30 +7,21 @@ import os
 import time
 import weakref
 from dataclasses import dataclass
-from threading import Lock
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvfast.core.checks import check_size, checked_token_ids
-from kvfast.core.workers import Workers
+from kvfast.engine import HEADER_BYTES, PromptKeeper, Workers, Writer, checked_token_ids, common_length, new_value
 from kvfast.engines.llama_cpp.prompt_settings import prompt_rate, refusal, seed_of, settings_of, weights_of
 from kvfast.engines.llama_cpp.prompt_states import JoinedState, WholeState, form_of
-from kvfast.prompts.chain import Chain, common_length, key_of
-from kvfast.prompts.envelope import HEADER_BYTES, complete, new_value
-from kvfast.prompts.fetching import fetch_chunks
-from kvfast.prompts.opening import open_patiently
-from kvfast.prompts.stats import PromptCacheStats
-from kvfast.prompts.writer import MOST_PENDING, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-    from typing_extensions import Self
 
+    from kvfast.engine import Store
     from kvfast.engines.llama_cpp.form import Form
-    from kvfast.prompts.stores.store import Store
 
 CHUNK_TOKENS = 64  # what follows the last chunk is computed, which takes a processor long
 
@@ -47,7 +38,7 @@ class FoundState:
     seed: int
 
 
-class LlamaPromptCache:
+class LlamaPromptCache(PromptKeeper):
     """Prompts of a ``Llama`` of llama-cpp-python in a store, in the place of its ``LlamaDiskCache``.
 
     A prompt and its answer are kept in chunks of `chunk_tokens` tokens, as `kvfast.PromptCache` does: prompts with the same beginning
@@ -97,13 +88,8 @@ class LlamaPromptCache:
         for name in ("context_params", "input_ids", "load_state"):
             if not hasattr(llm, name):
                 raise TypeError(f"llm must be a llama_cpp.Llama, got {type(llm).__name__}")
-        self.chunk_tokens = check_size(chunk_tokens, "chunk_tokens", 1, 1 << 20)
-        self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0)
-        self._patient = open_patiently(store, self.max_bytes, near, secret, time_limit)
-        self.store, self.stats = self._patient.store, PromptCacheStats()
-        self._secret, self._is_closed = secret, False
-        self._writer, self._saving = Writer(self._patient, self.stats), Workers(1, "kvfast-states")
-        self._llm, self._pending, self._lock = weakref.ref(llm), 0, Lock()  # bytes of states that wait
+        super().__init__(store, max_bytes, near, chunk_tokens, secret, time_limit, 1)
+        self._llm, self._saving = weakref.ref(llm), Writer(1)  # one after another, as each holds the chunks of those before
         self._form: Form | None = None
         self._rate, self._is_refused = 0.0, False  # tokens per second that are computed
         # It reads all weights of the model. A prompt waits for it as long as for the store.
@@ -126,78 +112,51 @@ class LlamaPromptCache:
             try:
                 found = self._found(llm, token_ids, held)
             except (MemoryError, OSError, ValueError) as error:
-                self._patient.warn(f"prompts are computed, as they cannot be looked up: {error}")
-        self.stats.num_prompts += 1
-        self.stats.num_tokens += len(token_ids) - held
-        self.stats.seconds += time.perf_counter() - begin
+                self.chunks.warn(f"prompts are computed, as they cannot be looked up: {error}")
+        restored, seconds = (found.n_tokens - held if found else 0), time.perf_counter() - begin
+        self.stats.add(
+            num_prompts=1, num_hits=restored > 0, num_tokens=len(token_ids) - held, num_restored_tokens=restored, seconds=seconds
+        )
         if found is None:
             raise KeyError("the store has no more of this prompt than the model holds")
-        self.stats.num_hits += 1
-        self.stats.num_restored_tokens += found.n_tokens - held
         return found
 
     def __contains__(self, key: Sequence[int]) -> bool:
         """Whether the store has a beginning of a prompt."""
-        self._check_open()
-        return self._there(checked_token_ids(key), self._patient.deadline())[1] > 0
+        self.check_open()
+        return self._there(checked_token_ids(key), self.chunks.deadline())[1] > 0
 
     def __setitem__(self, key: Sequence[int], value: Any) -> None:
         """Store the full chunks of a ``LlamaState`` in the background. It tells itself which tokens it has; `key` is not used."""
         llm, data = self._model(), value.llama_state
         token_ids = np.array(value.input_ids[: value.n_tokens], np.int64)
-        if len(token_ids) < self.chunk_tokens or self._refuses(llm) or self._patient.is_paused:
+        if len(token_ids) < self.chunk_tokens or self._refuses(llm) or self.chunks.is_paused:
             return
         self._rate = prompt_rate(llm) or self._rate
         if not np.array_equal(token_ids, llm.input_ids[: value.n_tokens]):
             self._refused("this cache is another Llama's, and each needs one of its own")
             return
-        with self._lock:
-            if self._pending and self._pending + len(data) > MOST_PENDING:
-                return  # the store is slower than the model
-            self._pending += len(data)
-        self._saving.submit(lambda: self._save(token_ids, data))
+        self._saving.begin(lambda: self._save(token_ids, data), len(data), waits=False)  # or the store is slower than the model
 
     @property
     def cache_size(self) -> int:
-        """Bytes of all values, of all models. This lists the whole store."""
-        self.flush()
-        return sum(entry.nbytes for entry in self.store.entries())
+        """`nbytes`, as llama-cpp-python calls it."""
+        return self.nbytes
 
     def flush(self) -> None:
-        """Wait until the store has all that is on its way."""
-        self._check_open()
-        self._saving.submit(int).result()
-        self._writer.flush()
-        self._patient.settle()
+        """Wait until the store has all that is on its way to it."""
+        self.check_open()
+        self._saving.flush()
+        super().flush()
 
     def close(self) -> None:
-        """Wait for what is on its way, and close the store. A second `close` is harmless; other calls are refused."""
+        """As `kvfast.PromptCache.close`."""
         self._saving.close()
-        self._writer.close()
-        self._patient.close()
-        self._is_closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a LlamaPromptCache has threads and connections, and cannot be copied or pickled: make another one of its store"
-        )
-
-    def __repr__(self) -> str:
-        return f"LlamaPromptCache({self.store.url!r}, max_bytes={self.max_bytes})"
-
-    def _check_open(self):
-        if self._is_closed:
-            raise ValueError("this LlamaPromptCache is closed: llm.set_cache(None) does without one")
+        super().close()
 
     def _model(self):
         """The Llama, of which this is the cache."""
-        self._check_open()
+        self.check_open()
         llm = self._llm()
         if llm is None:
             raise ValueError("the Llama of this LlamaPromptCache is gone: another one needs a cache of its own")
@@ -213,7 +172,7 @@ class LlamaPromptCache:
         """Warn, once."""
         if not self._is_refused:
             self._is_refused = True
-            self._patient.warn(f"prompts of this model are computed, and not stored: {why}")
+            self.chunks.warn(f"prompts of this model are computed, and not stored: {why}")
 
     def _there(self, token_ids, deadline):
         """The chain of a prompt without its last token, and how many of its first chunks the store has."""
@@ -226,13 +185,12 @@ class LlamaPromptCache:
             text = self._settings.result(deadline - time.monotonic())
         except Late:
             return None, 0
-        chain = Chain(text, token_ids[: count * self.chunk_tokens], self.chunk_tokens, self._secret)
-        here = self._patient.contains_many([key_of("c", chain.chunk(i)) for i in range(count)], deadline)
-        return chain, (*here, False).index(False)
+        chain = self.chunks.chain(text, token_ids[: count * self.chunk_tokens], self.chunk_tokens)
+        return chain, self.chunks.count_first(chain.chunks(count), deadline)
 
     def _found(self, llm, token_ids, held):
         """The state of the longest beginning, or None if the store has no more than the first `held` tokens."""
-        deadline, size = self._patient.deadline(), self.chunk_tokens
+        deadline, size = self.chunks.deadline(), self.chunk_tokens
         chain, count = self._there(token_ids, deadline)
         if count * size <= held or self._takes_longer(count, count * size - held):
             return None
@@ -249,38 +207,18 @@ class LlamaPromptCache:
         """Whether chunks take longer to fetch than to compute, as far as is known."""
         if self._form is None or not self._rate:
             return False
-        return self._patient.takes_longer(count * self._form.nbytes(self.chunk_tokens), num_tokens / self._rate)
+        return self.chunks.takes_longer(count * self._form.nbytes(self.chunk_tokens), num_tokens / self._rate)
 
     def _fetched(self, chain, count, deadline):
         """The state of the first chunks: of as many as come. None if the first one does not come."""
-        begin, size = time.perf_counter(), self.chunk_tokens
-        first = self._first(chain, deadline) if self._form is None else None
+        size, keys = self.chunk_tokens, chain.chunks(count)
+        if self._form is None:
+            (self._form,) = self.chunks.values(keys[:1], deadline, form_of)
         if self._form is None:
             return None
         state, nbytes = JoinedState(self._form, count * size), self._form.nbytes(size)
-        if first is not None:
-            state.take_chunk(first, 0)
-        start = int(first is not None)
-        chunks = [(i, chain.chunk(i), nbytes) for i in range(start, count)]
-        good = start + fetch_chunks(
-            self._patient, chunks, self._secret, deadline, lambda i, payload: state.take_chunk(payload, i * size), int
-        )
-        self.stats.bytes_fetched += good * nbytes
-        if good == count:
-            self._patient.measured(count * nbytes, time.perf_counter() - begin)
-        self._patient.touch([key_of("c", chain.chunk(i)) for i in reversed(range(good))])
+        good = self.chunks.fetch([(key, nbytes) for key in keys], deadline, lambda i, payload: state.take_chunk(payload, i * size))
         return state.first(good * size) if good else None
-
-    def _first(self, chain, deadline):
-        """The payload of the first chunk, whose form becomes known; None if it does not come."""
-        key = key_of("c", chain.chunk(0))
-        (value,) = self._patient.get_many([key], deadline)
-
-        def use(payload):
-            self._form = form_of(payload)
-            return payload
-
-        return self._patient.take(key, value, chain.chunk(0), self._secret, use)
 
     def _save(self, token_ids, data):
         """Store the chunks that are not there, in the background."""
@@ -290,22 +228,17 @@ class LlamaPromptCache:
             self._form, nbytes = state.form, state.form.nbytes(size)
             if self.max_bytes is not None:
                 count = min(count, self.max_bytes // (HEADER_BYTES + nbytes))
-            chain = Chain(self._settings.result(), token_ids[: count * size], size, self._secret)
-            keys, calls = [key_of("c", chain.chunk(i)) for i in range(count)], []
-            self._writer.flush()  # the chunks of the answer before, which this state holds too
-            for i, is_here in enumerate(self._patient.contains_many(keys, self._patient.deadline())):
-                if is_here or self._patient.is_paused:
+            keys = self.chunks.chain(self._settings.result(), token_ids[: count * size], size).chunks(count)
+            self.chunks.flush()  # the chunks of the answer before, which this state holds too
+            calls = []
+            for i, is_here in enumerate(self.chunks.contains(keys, self.chunks.deadline())):
+                if is_here or self.chunks.is_paused:
                     continue
                 value, payload = new_value(nbytes)
                 state.write_chunk(payload, i * size, (i + 1) * size)
-                complete(value, chain.chunk(i), self._secret, (i + 1) * size)
-                calls.append(self._writer.put(keys[i], value))
-            # In this order the first chunks, which the others need, are removed last.
-            self._writer.after(calls, lambda: self._patient.touch(keys[::-1], is_hit=False))
+                calls.append(self.chunks.put(keys[i], value, (i + 1) * size))
+            self.chunks.after(calls, keys[::-1])  # in this order the first chunks, which the others need, are removed last
         except ValueError as error:
             self._refused(str(error))
         except (MemoryError, OSError) as error:
-            self._patient.warn(f"prompts are not saved: {error}")
-        finally:
-            with self._lock:
-                self._pending -= len(data)
+            self.chunks.warn(f"prompts are not saved: {error}")

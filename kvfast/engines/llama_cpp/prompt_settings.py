@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from kvfast.prompts.weights import files_digest
+from kvfast.engine import files_digest
 
 # The parameters of a context that change keys, values, or their layout.
 PARAMETERS = [

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from kvfast import CorruptFileError, IncompatibleSnapshotError
 from kvfast.engines.llama_cpp.form import Reader
-from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 
 
 class WholeState:

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvfast.core.checks import check_flag, checked_token_ids
-from kvfast.core.text import each, one_of, shown
+from kvfast import CorruptFileError, IncompatibleSnapshotError
+from kvfast.engine import check_flag, checked_token_ids, each, one_of, shown
 from kvfast.engines.llama_cpp.form import Form, Part, Reader
 from kvfast.engines.llama_cpp.ggml import TYPES, _type, from_ggml, row_bytes, to_ggml
-from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 
 __all__ = ["LlamaCppState", "read_state", "write_state"]
 

@@ -3,13 +3,8 @@
 import numpy as np
 import torch
 
-from kvfast.caches.buffer_layout import buffer_layout
-from kvfast.caches.foreign_memory import pool_over
-from kvfast.codec.formats import KVFormat, floats_of
-from kvfast.core.checks import check_block_size, check_size
-from kvfast.core.limits import MAX_TOKENS
-from kvfast.errors import DimensionMismatchError
-from kvfast.handles.tensor_calls import TensorCalls
+from kvfast import DimensionMismatchError, KVFormat
+from kvfast.engine import MAX_TOKENS, TensorCalls, buffer_layout, check_block_size, check_size, floats_of, pool_over
 
 __all__ = ["new_blocks"]
 

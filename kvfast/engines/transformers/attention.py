@@ -5,7 +5,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvfast.core.interchange import as_numpy
+from kvfast.engine import as_numpy
 from kvfast.engines.transformers.masks import ChosenMask, LazyMask, MatrixMask, lazy_mask
 from kvfast.engines.transformers.received import Received
 from kvfast.engines.transformers.rows import EVERYTHING

@@ -8,19 +8,13 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
-from kvfast.codec.formats import formats_of
-from kvfast.core.checks import as_integer, check_size
-from kvfast.core.interchange import as_array
-from kvfast.core.limits import MAX_TOKENS
-from kvfast.core.text import shown, size_text
+from kvfast import PromptCache
+from kvfast.engine import MAX_TOKENS, as_array, as_integer, check_size, formats_of, key_bias_note, read_shape, shown, size_text
 from kvfast.engines.transformers.attention import NAME
 from kvfast.engines.transformers.layers import IndexedLayer, kinds_of, new_layer
 from kvfast.engines.transformers.rows import RowCaches
 from kvfast.engines.transformers.states import LayerStates, Recomputing
 from kvfast.engines.transformers.versions import asks_for_states
-from kvfast.planning.key_bias import key_bias_note
-from kvfast.planning.model_shape import read_shape
-from kvfast.prompts.prompt_cache import PromptCache
 
 __all__ = ["KVFastCache"]
 

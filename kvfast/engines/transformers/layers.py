@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from kvfast.core.interchange import as_numpy
+from kvfast.engine import as_numpy
 from kvfast.engines.transformers.attention import NAME
 from kvfast.engines.transformers.received import Received
 from kvfast.engines.transformers.versions import dummy_layer

@@ -6,10 +6,8 @@ Layers are here those with keys and values of their own, counted from 0.
 import numpy as np
 import torch
 
-from kvfast.caches.contiguous import KVCache
-from kvfast.caches.ring import RingKVCache
-from kvfast.caches.sequence_cache import storage_in
-from kvfast.core.interchange import as_array
+from kvfast import KVCache, RingKVCache
+from kvfast.engine import as_array, storage_in
 
 EVERYTHING = slice(None)
 

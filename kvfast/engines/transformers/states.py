@@ -12,11 +12,10 @@ import torch
 from ml_dtypes import bfloat16
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvfast.caches.sequence_cache import storage_in
-from kvfast.core.limits import MAX_TOKENS
+from kvfast import IncompatibleSnapshotError, MissingCheckpointError
+from kvfast.engine import MAX_TOKENS, storage_in
 from kvfast.engines.transformers.layers import StoredLayer
 from kvfast.engines.transformers.versions import cache_argument
-from kvfast.errors import IncompatibleSnapshotError, MissingCheckpointError
 
 # Models that transformers computes otherwise in pieces than at once.
 NOT_IN_PIECES = {

@@ -8,11 +8,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 import kvfast.torch
-from kvfast.core.checks import check_size
-from kvfast.core.limits import MAX_TOKENS
-from kvfast.core.text import size_text
+from kvfast import CacheFullError
+from kvfast.engine import MAX_TOKENS, check_size, size_text
 from kvfast.engines.transformers.attention import check_call
-from kvfast.errors import CacheFullError
 
 STATIC = "kvfast_static"
 TYPES = "full_attention", "sliding_attention"

@@ -7,7 +7,7 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 
-from kvfast.core.capabilities import FAILURES
+from kvfast.engine import difference
 from kvfast.engines.transformers.attention import NAME, attention
 from kvfast.engines.transformers.cache import KVFastCache
 from kvfast.engines.transformers.versions import cache_argument
@@ -17,17 +17,15 @@ _STEPS = 5, 1  # tokens of each
 _MOST = 1e-4  # of a difference between two ways to compute attention in float32
 
 
-def difference():
+def trial():
     """Why this version cannot be used, or None."""
     draw = torch.Generator().manual_seed(0)
     steps = [[torch.randn(1, heads, n, _HEAD_DIM, generator=draw) for heads in (_HEADS, _KV_HEADS, _KV_HEADS)] for n in _STEPS]
-    try:
-        own = _attended("sdpa", sdpa_attention_forward, lambda config: DynamicCache(config=config), steps)
-        other = _attended(NAME, attention, lambda config: KVFastCache(config, "float32"), steps)
-    except FAILURES as error:
-        return f"an attention call failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    largest = float((own - other).abs().max())
-    return None if largest <= _MOST else f"an attention call differs from transformers' own by {largest:.2g}, more than {_MOST:.2g}"
+    ways = (
+        ("sdpa", sdpa_attention_forward, lambda config: DynamicCache(config=config)),
+        (NAME, attention, lambda config: KVFastCache(config, "float32")),
+    )
+    return difference(lambda: [_attended(*way, steps) for way in ways], "transformers", _MOST)
 
 
 def _attended(name, attend, new_cache, steps):

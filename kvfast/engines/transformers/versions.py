@@ -4,7 +4,7 @@ import functools
 import logging
 from inspect import signature
 
-from kvfast.core.capabilities import installed_version, minor_of, missing, versions_text
+from kvfast.engine import installed_version, minor_of, missing, versions_text
 
 # The first version whose caches have what this adapter needs, the last that was tested, and the first that may work in another way.
 FIRST, LAST_TESTED, BEYOND = (5, 20), (5, 24), (6, 0)

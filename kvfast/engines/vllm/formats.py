@@ -5,9 +5,8 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
 from kvfast import KVFormat
-from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.engine import VLLM_FORMATS, buffer_layout, vllm_format
 from kvfast.engines.vllm import versions
-from kvfast.planning.engine import VLLM_FORMATS, vllm_format
 
 BLOCK_SIZES = (32, 64, 128, 256)
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

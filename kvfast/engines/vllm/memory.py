@@ -1,6 +1,6 @@
 """The layers of a KV cache group as one pool of kvfast, in vLLM's memory."""
 
-from kvfast.core.interchange import as_numpy
+from kvfast.engine import as_numpy
 
 
 def arrays_of(metadata):

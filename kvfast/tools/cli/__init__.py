@@ -12,7 +12,7 @@ import os
 import sys
 
 import kvfast
-from kvfast.core.limits import UNLIMITED
+from kvfast.engine import MAX_TOKENS
 
 # Package -> the extra that has it.
 EXTRAS = dict.fromkeys(["gguf", "tokenizers", "rich", "safetensors", "xxhash"], "llama")
@@ -356,7 +356,7 @@ def _gigabytes(text):
         value = float(text) * 1e9
     except ValueError:
         value = 0
-    if not 1 <= value < UNLIMITED:
+    if not 1 <= value <= MAX_TOKENS:
         raise argparse.ArgumentTypeError(f"{text} is not a number of gigabytes above 0")
     return int(value)
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 import kvfast
 from kvfast import evaluation, llama
-from kvfast.core.text import size_text
+from kvfast.engine import size_text
 from kvfast.tools.cli.settings import set_threads, storage_of
 from kvfast.tools.evaluation.compressed_prompts import evaluate_compressed, parse_methods
 from kvfast.tools.evaluation.llama_cpp_caches import LlamaCpp, parse_cache_types

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import kvfast
 from kvfast import llama
-from kvfast.core.text import size_text
+from kvfast.engine import size_text
 from kvfast.tools.cli.reading import attention_text, end_of, opening_text, read_ahead
 from kvfast.tools.cli.settings import set_threads, storage_of
 from kvfast.tools.evaluation.report import memory_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from kvfast.planning.plan import plan
+from kvfast import plan
 
 
 def run_plan(args):

@@ -10,9 +10,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from kvfast.core.text import size_text
-from kvfast.prompts.envelope import HEADER_BYTES, num_tokens_of
-from kvfast.prompts.stores import open_store
+from kvfast.engine import HEADER_BYTES, num_tokens_of, open_store, size_text
 
 KINDS = {"c": "chunk", "e": "end of a prompt", "t": "list of tails"}
 DAY = 86400

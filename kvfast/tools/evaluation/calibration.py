@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 import kvfast
-from kvfast.codec.calibration import BLOCK, Calibration, Moments, calibration_of
+from kvfast import Calibration
+from kvfast.codec.calibration import BLOCK, Moments, calibration_of
 
 _CHUNK = 4 * BLOCK  # tokens of a forward pass
 

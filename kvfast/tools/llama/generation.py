@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvfast.codec.formats import MAX_FLOAT_TOKENS
+from kvfast.engine import MAX_FLOAT_TOKENS
 from kvfast.tools.llama.documents import shift_context
 from kvfast.tools.llama.model import FEW_TOKENS
 from kvfast.tools.llama.speculative import SpeculationStats

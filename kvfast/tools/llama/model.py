@@ -11,9 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
-from kvfast.codec.rope import Rope, RotaryTables
-from kvfast.core.checks import check_flag
-from kvfast.core.interchange import as_array
+from kvfast import Rope
+from kvfast.codec.rope import RotaryTables
+from kvfast.engine import as_array, check_flag
 from kvfast.planning.gguf_file import GGUFFile
 from kvfast.tools.llama.product_threads import ProductThreads
 from kvfast.tools.llama.weights import LlamaConfig, Weights, read_config, read_weights

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from kvfast.core.text import shown
+from kvfast.engine import shown
 from kvfast.planning.gguf_file import GGUFFile, ModelFileError
 
 # tokenizer.ggml.token_type

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvfast.core.text import shown
+from kvfast.engine import shown
 from kvfast.planning.gguf_file import GGUFFile, ModelFileError
 
 # Architecture -> whether the GGUF converter interleaved the rotary halves of the Q and K rows.

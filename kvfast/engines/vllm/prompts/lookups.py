@@ -10,12 +10,9 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.logger import init_logger
 
-from kvfast.core.workers import Workers, wait_for_any
+from kvfast.engine import Rate, Workers, files_digest, files_status, wait_for_any
 from kvfast.engines.vllm.prompts.figures import Figures
-from kvfast.engines.vllm.prompts.settings import IDLE_WAIT, chunk_tokens_of, groups_of, parts_of, secret, settings_text
-from kvfast.prompts.chain import Chain, key_of, part_of
-from kvfast.prompts.patient import FORGETTING
-from kvfast.prompts.weights import files_digest, files_status
+from kvfast.engines.vllm.prompts.settings import IDLE_WAIT, chunk_tokens_of, groups_of, parts_of, settings_text
 
 logger = init_logger("vllm.kvfast")
 
@@ -43,8 +40,8 @@ class Chunk:
 
 
 @dataclass
-class Plan(KVConnectorMetadata):
-    """What the workers do in one step."""
+class StepWork(KVConnectorMetadata):
+    """The chunks that the workers fetch and store in one step."""
 
     fetched: dict[str, list[Chunk]] = field(default_factory=dict)  # by request
     stored: list[Chunk] = field(default_factory=list)
@@ -76,22 +73,22 @@ class Lookups:
     """
 
     def __init__(self, vllm_config, kv_cache_config, options):
-        self._groups, self._secret = groups_of(kv_cache_config), secret()
+        self._groups = groups_of(kv_cache_config)
         self._parts = [part for rank in parts_of(vllm_config, self._groups) for part in rank]
         self.chunk_tokens = chunk_tokens_of(options, self._groups)
-        self._store = options.open()
+        self.figures = Figures()
+        self._store = options.open(self.figures)
         logger.info("kvfast keeps prompts in %s", self._store.store.url)
         self._threads = Workers(LOOKUPS, "kvfast-lookup")
         # It reads all weights of the model. Look-ups wait for it.
         folder = os.getcwd()  # the program may change it
         self._text = self._threads.submit(lambda: settings_text(vllm_config, kv_cache_config, options, folder))
-        self._known, self._plan, self._recent = {}, Plan(), {}
+        self._known, self._work, self._recent = {}, StepWork(), {}
         # Digests of adapters: of what vLLM has loaded, by its number, and of all that were at a path.
         self._loaded, self._seen = {}, {}
         self._is_idle = True
         # Tokens per second: fetched, as a worker told and as is expected now; and computed.
-        self._told_rate, self._fetch_rate, self._compute_rate = 0.0, 0.0, 0.0
-        self.figures = Figures()
+        self._told_rate, self._fetched, self._compute_rate = 0.0, Rate(), 0.0
 
     def add(self, request):
         """Begin the look-up of a request, unless it was. Returns None for a prompt that the store cannot have."""
@@ -131,7 +128,7 @@ class Lookups:
             known.is_fetched = True
             first = (known.end - num_tokens) // self.chunk_tokens
             chunks = [self._chunk(known, i, block_ids, known.end - num_tokens) for i in range(first, known.end // self.chunk_tokens)]
-            self._plan.fetched[request.request_id] = chunks
+            self._work.fetched[request.request_id] = chunks
             logger.info_once("kvfast has found a prompt in %s", self._store.store.url)
             self.figures.add(num_hits=1, num_restored_tokens=num_tokens)
         if not known.is_counted:
@@ -139,10 +136,10 @@ class Lookups:
             self.figures.add(num_prompts=1, num_tokens=request.num_tokens - known.num_local)
 
     def plan(self, scheduler_output):
-        """What the workers do in this step."""
-        plan, self._plan = self._plan, Plan()
+        """The work of this step."""
+        work, self._work = self._work, StepWork()
         counts, state = scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state
-        self._is_idle, plan.num_tokens = not counts, scheduler_output.total_num_scheduled_tokens
+        self._is_idle, work.num_tokens = not counts, scheduler_output.total_num_scheduled_tokens
         for request_id, count in counts.items():
             known = self._known.get(request_id)
             if known is None or not known.answer.done() or known.chain is None:
@@ -161,9 +158,9 @@ class Lookups:
                     chunk = self._chunk(known, i, block_ids)
                     is_there = i < here.shape[1] and here[self._needed(chunk), i].all() and not is_lost
                     if not is_there and self._is_new(known, known.chain.nodes[i + 1]):
-                        plan.stored.append(chunk)
+                        work.stored.append(chunk)
                 known.saved = complete // self.chunk_tokens
-        return plan
+        return work
 
     def finished(self, request):
         self._known.pop(request.request_id, None)
@@ -171,8 +168,7 @@ class Lookups:
     def measured(self, rates):
         """Take the tokens per second that the slowest worker fetches, and those that it computes. They come after every step."""
         if rates.fetched != self._told_rate:
-            self._told_rate = rates.fetched
-            self._fetch_rate = rates.fetched
+            self._told_rate, self._fetched = rates.fetched, Rate(rates.fetched)
         self._compute_rate = rates.computed
 
     def close(self):
@@ -193,11 +189,11 @@ class Lookups:
             )
             return np.zeros((len(self._parts), 0), bool)
         text = json.dumps([self._text.result(), request.cache_salt, known.adapter])
-        chain = Chain(text, token_ids[:0], self.chunk_tokens, self._secret)
+        chain = self._store.chain(text, token_ids[:0], self.chunk_tokens)
         chain.grow(token_ids, partial(_others, request))
         known.chain, count = chain, max(0, len(token_ids) - 1) // self.chunk_tokens
-        keys = [key_of("c", part_of(node, part, self._secret)) for part in self._parts for node in chain.nodes[1 : count + 1]]
-        return np.array(self._store.contains_many(keys, self._store.deadline()), bool).reshape(len(self._parts), count)
+        keys = [self._store.part(node, part) for part in self._parts for node in chain.nodes[1 : count + 1]]
+        return np.array(self._store.contains(keys, self._store.deadline()), bool).reshape(len(self._parts), count)
 
     def _adapter(self, lora):
         """What tells an adapter from others. None if it is not known which one vLLM has: its files were replaced, and are not loaded
@@ -241,10 +237,7 @@ class Lookups:
 
     def _takes_longer(self):
         """Whether tokens take longer to fetch than to compute, as far as is known."""
-        if self._fetch_rate >= self._compute_rate:
-            return False
-        self._fetch_rate *= FORGETTING  # a store that got faster is found out
-        return True
+        return self._compute_rate > 0 and self._fetched.takes_longer(1, 1 / self._compute_rate)
 
     def _chunk(self, known, index, block_ids, start=0):
         """A chunk, without the blocks of tokens before `start`."""

@@ -9,13 +9,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
-from kvfast.core.capabilities import minor_of
-from kvfast.core.checks import check_size
+from kvfast.engine import FILE_VERSION, ChunkStore, check_size, files_digest, minor_of
 from kvfast.engines.vllm.formats import format_of
 from kvfast.engines.vllm.versions import installed_version
-from kvfast.files import state
-from kvfast.prompts.opening import open_patiently
-from kvfast.prompts.weights import files_digest
 
 logger = init_logger("vllm.kvfast")
 
@@ -53,9 +49,9 @@ class Options:
             check_size(options.max_bytes, "max_bytes", 0)
         return options
 
-    def open(self):
-        """The store; ModuleNotFoundError without the packages that its kind needs."""
-        return open_patiently(self.url, self.max_bytes, self.near, secret(), self.time_limit, _tell)
+    def open(self, figures=None):
+        """The store, which counts in `figures`; ModuleNotFoundError without the packages that its kind needs."""
+        return ChunkStore(self.url, self.max_bytes, self.near, secret=secret(), time_limit=self.time_limit, stats=figures, tell=_tell)
 
 
 def _tell(text, kind):
@@ -128,7 +124,7 @@ def settings_text(vllm_config, kv_cache_config, options, folder):
     groups = [[repr(one.kv_cache_spec), len(one.layer_names)] for one in kv_cache_config.kv_cache_groups]  # with the layers of drafts
     model = model_name(vllm_config, folder) if options.model is None else options.model
     version, dtype = minor_of(installed_version()), vllm_config.cache_config.cache_dtype
-    return json.dumps(["vllm", version, state.VERSION, model, dtype, groups, own])
+    return json.dumps(["vllm", version, FILE_VERSION, model, dtype, groups, own])
 
 
 def model_name(vllm_config, folder):

@@ -54,6 +54,7 @@ def difference(calls: Callable[[], Any], library: str, most: float) -> str | Non
     calls : callable
         Makes one attention call in the library's own way and in kvfast's. Returns both results, tensors of PyTorch.
     library : str
+        Its genitive, for the message.
     most : float
         The largest difference that rounding explains.
     """
@@ -62,7 +63,7 @@ def difference(calls: Callable[[], Any], library: str, most: float) -> str | Non
     except _FAILURES as error:
         return f"an attention call failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     largest = float((own - other).abs().max())
-    return None if largest <= most else f"an attention call differs from {library}'s own by {largest:.2g}, more than {most:.2g}"
+    return None if largest <= most else f"an attention call differs from {library} own by {largest:.2g}, more than {most:.2g}"
 
 
 def _has(one, detail):

@@ -25,7 +25,7 @@ def trial():
         ("sdpa", sdpa_attention_forward, lambda config: DynamicCache(config=config)),
         (NAME, attention, lambda config: KVFastCache(config, "float32")),
     )
-    return difference(lambda: [_attended(*way, steps) for way in ways], "transformers", _MOST)
+    return difference(lambda: [_attended(*way, steps) for way in ways], "transformers'", _MOST)
 
 
 def _attended(name, attend, new_cache, steps):

@@ -53,7 +53,7 @@ def _difference(backend):
         with set_current_vllm_config(config), torch.inference_mode():
             return [_attended(one, steps, config) for one in (CPUAttentionBackend, backend)]
 
-    return difference(calls, "vLLM", max(1e-3, _ROUNDINGS * torch.finfo(dtype).eps))
+    return difference(calls, "vLLM's", max(1e-3, _ROUNDINGS * torch.finfo(dtype).eps))
 
 
 def _attended(backend, steps, config):

@@ -13,6 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 import pytest
 from cache_kinds import CENTRED, PACKED
+from extras import pytest_configure, pytest_make_collect_report, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  (hooks)
 from selection import TIERS, pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 import kvfast

@@ -1,6 +1,7 @@
 """The world that the tests share: storage formats, one small cache of each kind, what goes in, and all that can be seen of it."""
 
 import functools
+import itertools
 import json
 
 import numpy as np
@@ -133,12 +134,12 @@ class Stream:
         return cache
 
 
-def filled(cache, *rows, counted=True):
-    """The cache, with more tokens, the same in all layers."""
-    for layer in range(cache.num_layers):
-        cache.append(layer, *rows)
+def filled(cache, *rows, each=None, counted=True, **known):
+    """The cache, with more tokens: the same `rows` in all layers, or those that `each` has of each layer. `known` goes to `advance`."""
+    for layer, given in zip(range(cache.num_layers), itertools.repeat(rows) if each is None else each):
+        cache.append(layer, *given)
     if counted:
-        cache.advance(len(rows[0]))
+        cache.advance(cache.layer_length(0) - len(cache), **known)
     return cache
 
 
@@ -147,13 +148,17 @@ def cache_of(form, k, v, **options):
     return filled(kvfast.KVCache(1, k.shape[1], k.shape[2], dtype=form, v_head_dim=v.shape[2], **options), k, v)
 
 
-def fill(cache, rng, n):
-    """The cache, with more complete tokens."""
-    if n:
-        for layer in range(LAYERS):
-            cache.append(layer, *tokens(rng, n))
-        cache.advance(n)
-    return cache
+def fill(cache, rng, n, **known):
+    """The cache, with more tokens of random numbers."""
+    if n == 0:
+        return cache
+    if hasattr(cache, "latent_dim"):
+        return filled(
+            cache, each=[(rng.standard_normal((n, cache.head_dim), np.float32),) for _ in range(cache.num_layers if n else 0)], **known
+        )
+    return filled(
+        cache, each=[tokens(rng, n, cache.head_dim, cache.num_kv_heads) for _ in range(cache.num_layers if n else 0)], **known
+    )
 
 
 def contents(cache):

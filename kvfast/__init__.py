@@ -15,7 +15,18 @@ What these take and return, and seldom is named, is in its module: ``kvfast.plan
 ``kvfast.attention.explained`` (the plan of a call), ``kvfast.caches.multi_head`` (`MultiHeadConfig`),
 ``kvfast.caches.buffer_layout`` (memory for a pool), ``kvfast.core.hardware`` (how fast the machine reads and multiplies).
 
-``docs/architecture.md`` has the packages below, each of which imports only from those under it.
+The rooms inside, from the bottom up; ``docs/architecture.md`` has the rules between them:
+
+- simd, core: kernels in C; the kernel table, threads, array arguments
+- codec, attention: a token to bytes and back; queries by blocks
+- storage, files: who owns which block; the bytes of a sequence outside the process
+- caches, errors: the classes and exceptions above
+- handles, capi: ``kvfast.h``, for C and Cython
+- compression, prompts, planning: prompts in fewer bits, prompts in stores, plans of memory
+- engine, engines: names for engines; kvfast inside vLLM, transformers, PyTorch and llama.cpp
+- vllm, transformers, torch, llama_cpp: the public names of engines
+- tools: the example runtime, the evaluation of formats, the commands
+- llama, evaluation: the public names of the first two
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Attention on blocks of keys and values. Knows no cache.
 
-A call has three steps, which `run.answer` takes one after the other:
+A call has three steps: a request is checked, a plan cuts it into tasks, and threads run the tasks.
 
-- `request`: what the call asks for. Python's keywords (`options`) and the struct of `kvfast.h` become one `kv_request`, which is
-  checked; `refusals` says how.
-- `plan`: the sequences that the queries belong to become tasks. `sight` tells what each query sees, `chosen` which tokens an indexer
-  has chosen for it, `cascade` which keys several sequences share, `cuts` and `families` how the work is cut and by which kernels it is
-  done. It needs no interpreter.
-- `run`: the tasks walk over the tiles (``walk/``, in C). `source` tells them what to read, `tiles` reads it, and `gather` reads chosen
-  tokens. `tasks` has the structs, `workspace` the memory.
-
-`dense` is the same for arrays without a cache, `indexer` finds the tokens to choose, and `explained` shows a plan to users.
+- options: the keyword arguments, and the struct of `kvfast.h`
+- request, refusals: one checked description of the call, and the texts of its refusals
+- plan: from a request and its sequences to tasks, without the interpreter
+- sight, chosen: what each query sees, and the tokens that an indexer chose for it
+- cuts, families, cascade: tiles, splits and tasks; the kernels for them; keys that sequences share
+- run: threads run the tasks, or count them for `explain`
+- walk: a task over its splits, in C
+- source, gather, tiles: what a task reads, chosen tokens in one tile, the kernels tile by tile
+- tasks, workspace: the structs, the memory that calls work in
+- dense, indexer, explained: attention on plain arrays, `top_k`, the plan as users see it
 """

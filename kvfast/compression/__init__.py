@@ -1,15 +1,12 @@
-"""Compression of keys and values that no longer change, and attention on the compressed form.
+"""Keys and values that no longer change, in fewer bits, and attention on these.
 
-From the bottom up::
-
-    methods         the compression methods and their options
-    basis           principal directions of each head
-    stores          tokens in a cache, as coordinates or unchanged
-    product         tokens as indices into codebooks
-    compressed      `CompressedKV`: a store and exact tokens for each sequence; files
-    bridges         conversion between caches and compressed keys and values
-    compressor      `KVCacheCompressor`
-    prefix_cache    `PrefixKVCache`: a compressed prefix, and live tokens after it
+- methods: the methods and their options
+- basis, product: principal directions of each head, and codebooks for the coordinates
+- pq_training, pq_attention: codebooks of product quantisation, and attention on their codes
+- stores: the compressed tokens of a sequence
+- compressed, fields: `CompressedKV` and its files, the fields of their headers
+- bridges, compressor: from caches and back, `KVCacheCompressor`
+- prefix_cache: `PrefixKVCache`, a compressed prefix with live tokens after it
 """
 
 from kvfast.compression.compressed import CompressedKV, CompressedShape, ReconstructionError

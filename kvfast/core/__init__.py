@@ -1,5 +1,13 @@
-"""What every room stands on, and what knows no token.
+"""What every room stands on. Knows no token.
 
-The table of kernels (the one door to `simd`), threads (the one door to OpenMP, or to the system's), array arguments, checks
-of numbers, interrupts, overwriting of memory, and what the machine can do.
+- kernels: the kernel table of the tier in use, the one door to `simd`
+- limits: sizes and limits of `simd/limits.h`
+- slow_paths: notes on calls that are slower than they could be
+- threads, thread_pool, workers: the number of threads, the loop that they share, a pool without OpenMP, threads for Python calls
+- spin, interrupt, flags, system: idle threads, Ctrl-C, who may enter, names of operating systems
+- arrays, dlpack, interchange, checks: array and number arguments, checked and opened
+- scratch, wipe, wiped_bytes: working memory of threads, memory that is overwritten
+- hardware, numa, prefetching: bandwidth and peak arithmetic, memory nodes, the cache level that prefetches fill
+- file_lock, replacing: locks of files, files that appear complete
+- capabilities, text: names that another library must have, sizes for reading
 """

@@ -1,4 +1,11 @@
-"""The memory that a cache will take (`plan`, `model_shape`, `memory`), and the accuracy of a storage format (`fidelity`)."""
+"""The memory that the cache of a model will take, and what a format costs in accuracy.
+
+- model_shape, layer_kinds, states: what each layer stores, from a configuration
+- gguf_file: GGUF files
+- plan, plan_text, memory: `plan`, its table, and the memory that is free
+- engine: the names and blocks of vLLM's cache
+- fidelity, key_bias: `fidelity` and `choose_format`, keys that some formats do not suit
+"""
 
 from kvfast.planning.fidelity import Fidelity
 from kvfast.planning.model_shape import LayerShape, ModelShape

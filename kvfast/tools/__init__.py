@@ -1,6 +1,8 @@
-"""Programs that use kvfast: an example runtime, the evaluation of formats, and the commands.
+"""Programs that use kvfast.
 
-    llama, evaluation -> cli
+- llama: the example runtime
+- evaluation: what a format costs a model
+- cli: the commands
 
 The modules `kvfast.llama` and `kvfast.evaluation` have what users import.
 """

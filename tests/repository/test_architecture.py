@@ -1,5 +1,6 @@
 """The packages of kvfast: who imports whom, and what each has."""
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -68,6 +69,16 @@ def test_engines_and_tools_use_public_names_alone(rooms):
 
 def test_every_package_has_a_floor(rooms):
     assert set(rooms.rooms()) == set(rooms.FLOOR_OF) - {"simd"}
+
+
+def test_the_map_of_a_package_names_each_of_its_modules_and_nothing_else(rooms):
+    """A line of a map begins with a hyphen, names with commas between them, and a colon."""
+    for path in rooms.PACKAGE.rglob("__init__.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text("utf-8")))
+        named = {name for line in re.findall(r"^- ([a-z_, ]+): ", docstring, re.MULTILINE) for name in line.split(", ")}
+        names = {one.name.partition(".")[0] for one in path.parent.iterdir() if one.suffix in (".py", ".pyx", ".pxd", ".h")}
+        modules = names - {"__init__", "__main__"} | {one.name for one in path.parent.iterdir() if one.is_dir()} - {"__pycache__"}
+        assert named == modules - {"kvfast"}, path
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
-"""The backend of ggml, rows and states of llama.cpp, and prompts of llama-cpp-python in stores. Public names are in `kvfast.llama_cpp`.
+"""The backend of ggml, rows and states of llama.cpp, prompts in stores. Public names are in `kvfast.llama_cpp`.
 
-installed, headers -> building, loading
-prompt_states, prompt_settings -> prompt_cache
+- backend: attention for ggml, in C
+- installed, headers, building, loading: the ggml that is there, its headers, the backend compiled and loaded
+- ggml: rows of ggml's types
+- state, form: states of a sequence, and which of their bytes belong to which token
+- prompt_cache, prompt_settings, prompt_states: `LlamaPromptCache`, what its keys cover, states in chunks
 """

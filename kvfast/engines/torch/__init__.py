@@ -1,4 +1,5 @@
 """Operators of PyTorch. Public names are in `kvfast.torch`.
 
-pools -> operators
+- operators: `append` and `attend` on a tensor of blocks
+- pools: the pool over such a tensor
 """

@@ -1,6 +1,12 @@
-"""Where the values of a `PromptCache` are kept: a folder, a Redis server, an object store, or a folder in front of one of those.
+"""Where the values of a `PromptCache` are kept. `Store` is the interface of all stores, and of your own.
 
-`Store` is the interface of all of them, and of your own.
+- store: `Store`, `Value`, `Entry`
+- urls: the store of each URL; a new store is entered here
+- folder, folder_index: a folder, and its index in SQLite
+- redis, redis_connection: a server of Redis or Valkey
+- cloud: an object store
+- tiered: a folder in front of a far store
+- troubles: failures, told once
 """
 
 from kvfast.prompts.stores.folder import FolderStore

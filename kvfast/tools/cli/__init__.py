@@ -1,5 +1,9 @@
 """The command line, `python -m kvfast <command>`.
 
+- llama, evaluate, plan, store, bench: the commands, by what they use
+- settings: arguments that several commands share
+- reading: long texts of `generate`
+
 Each command has a function here that declares its arguments and names the function that runs it. This
 module needs NumPy alone: what runs a command is imported with the command.
 """

@@ -1,6 +1,7 @@
 """What a cache costs a model on texts. Public names are in `kvfast.evaluation`.
 
-perplexity -> compressed_prompts, retrieval -> llama_cpp_caches
-calibration
-plotting -> report
+- perplexity, retrieval: predictions of a text, numbers hidden in it
+- compressed_prompts, llama_cpp_caches: the same of compressed prompts and of llama.cpp's caches
+- calibration: the moments of a model's keys and queries
+- report, plotting: tables and plots
 """

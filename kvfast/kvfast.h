@@ -21,12 +21,18 @@
 
    Threads and the GIL. The functions that say so need the GIL. All others can be called from any thread, also from one that Python
    knows nothing of, with the GIL or without it. On a free-threaded Python, read "attached thread state" for "GIL".
-   length, layer_length, error, pool_error and kernels take the GIL only to tell an error. These do so only now and then, too:
-   - append, append_batch, and advance of other caches than sequences, to take or release blocks (about once in 16 tokens), for more than
-     64 tokens (of a batch of sequences 512), and for the first slots of a pool;
-   - attend and attend_batch, for spliced caches, for prefixes that a batch reads once, for tables of pools with windows or float rows,
-     and in a long call of a thread that holds it, to look for Ctrl-C (KVFAST_ERROR, "KeyboardInterrupt").
-   All others take it. Long calls do not hold the GIL, but if the caller holds it, it stays held.
+   These functions take the GIL only in the cases that are listed, and to tell an error:
+   - length, layer_length, error, pool_error, kernels: in no other case.
+   - append, append_batch, and advance of caches other than sequences:
+     to take or release blocks, about once in 16 tokens;
+     for more than 64 tokens (in a batch of sequences 512);
+     for the first slots of a pool.
+   - attend, attend_batch:
+     for spliced caches;
+     for prefixes that a batch reads once;
+     for tables of pools with windows or float rows;
+     in a long call of a thread that holds the GIL, to look for Ctrl-C (KVFAST_ERROR, "KeyboardInterrupt").
+   All other functions take it. Long calls do not hold the GIL, but if the caller holds it, it stays held.
    Several threads may read a cache (attend) at once; a thread that changes it must be alone. Otherwise a call returns
    KVFAST_BUSY. Threads that use the cache from Python count, too. A pool and all of its sequences count as one cache, as do a
    cache and its forks. A handle holds the text of its last error: threads that read one cache at once open one each.

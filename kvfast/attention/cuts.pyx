@@ -17,9 +17,9 @@ cdef enum:
     # Most bytes of float rows in a tile. Larger tiles have fewer softmax corrections and fewer turns between keys and values.
     # python -m kvfast bench --work decode,cached --formats all sets this and the sizes below.
     FLOAT_TILE_BYTES = 32768
-    # The same of float rows next to codes, which are few, and of processors other than x86, where more was not measured.
+    # Most bytes of float rows in a tile next to codes, and on processors other than x86.
     FEW_ROWS_BYTES = 4096
-    # The same of codes. Between the passes of a tile nothing is fetched, and rows wait for their maxima.
+    # Most bytes of codes in a tile. Between the passes of a tile nothing is fetched, and rows wait for their maxima.
     CODE_TILE_BYTES = 32768
     # Most tokens of a tile where a side is expanded before it is read (more was not measured), and where values are not rotated: the
     # weights of a tile are rounded to a unit that the largest of them sets, and unrotated values may show it.
@@ -41,7 +41,7 @@ cdef enum:
     LEAST_WIDE_CONTEXT = 200
     # Query rows from which words are faster than floats.
     LEAST_WORD_ROWS = 28
-    # A panel of words takes as long as 12.5 rows of codes in vectors, here in half rows.
+    # The time of a panel of words, in half rows of codes in vectors.
     HALF_ROWS_OF_PANEL = 25
     # Panels that take as long as making the operands of a tile.
     OPERANDS = 1

@@ -1,6 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""How a task reads chosen tokens: it copies their codes, scales and float rows into a tile in the processor's cache, as they are
-stored, and reads this tile as it reads those of blocks.
+"""How a task reads chosen tokens: it copies their stored bytes into one tile, and the usual kernels read this tile.
 
 A line of the memory holds a piece of 16 keys, or of 4 to 16 values (``simd/kernels.h``). So a single token touches as many lines of
 keys as 16 neighbours do together, while KV_LANES chosen tokens that lie in the same lines are copied line by line.

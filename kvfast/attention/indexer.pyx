@@ -172,9 +172,9 @@ cdef inline uint32_t _order_of(float score) noexcept nogil:
 
 
 cdef int _choose(void *shared, Py_ssize_t number, int thread, kv_watch *watch) noexcept nogil:
-    """Take the best positions of a query: those above the score that the last of them has, and the first that have it.
+    """Take the k best positions of a query: all above the k-th score, then the lowest positions with exactly that score.
 
-    This score is found digit by digit (radix select).
+    The k-th score is found digit by digit (radix select).
     """
     cdef const kv_ranking *ranking = <const kv_ranking *>shared
     cdef const float *scores = ranking.scores + number * ranking.longest

@@ -129,8 +129,8 @@ cdef void _add(kv_plan *plan, const kv_context *context, Py_ssize_t first_query,
                int part) noexcept nogil:
     """Add items for queries, which read their context from position `begin` on.
 
-    A few queries that would read their sink tokens in different splits get items of their own; see `cut_context`. So does each query
-    with chosen tokens: its positions count these tokens.
+    If a few queries would read their sink tokens in different splits, each gets an item of its own (`cut_context`). Each query with
+    chosen tokens has an item of its own, too; its positions are indices into the chosen tokens.
     """
     cdef kv_item *item
     cdef kv_query *first

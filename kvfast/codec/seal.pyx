@@ -92,9 +92,8 @@ cdef int _seal(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noex
 
 cdef void _load(const kv_kernels *kernels, const kv_layout *layout, int32_t block, Py_ssize_t head, bint at_start, Py_ssize_t last,
                 bint values, float *rows) noexcept nogil:
-    """Load the float rows of a block up to offset `last`, one after the other. The codes of a sequence's first tokens are never
-    read. The token after them takes their places, so that their unusual values do not widen the statistics; so does the last for
-    the tokens after it."""
+    """Load the float rows of a block up to offset `last`. A sequence's first float tokens have unusual values and codes that nobody
+    reads. The token after them takes their places, so that the statistics stay narrow. The one at `last` takes all places after it."""
     cdef Py_ssize_t offset, first = layout.float_tokens if at_start else 0
     cdef Py_ssize_t dim = layout.v.head_dim if values else layout.k.head_dim
     for offset in range(layout.k.block_size):

@@ -1,8 +1,8 @@
 # cython: language_level=3
 """Memory of threads for what is too large for their stacks: musl gives a thread 128 KB, and Python needs some of these.
 
-Blocks of one size are lent, for a call or for a task. They stay with the process, as many as were lent at once, in the order in
-which they came back, so that the threads of the next call get those that their processors' caches hold.
+Blocks of one size are lent, for a call or for a task. The process keeps returned blocks in a last-in-first-out list, so the next call
+gets blocks that are still in a cache.
 """
 import os
 

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Rows of C, as those of attention and storage; and errors of Python, as codes of C."""
+"""Rows of C as rows of attention and storage, and errors of Python as codes of C."""
 import numpy as np
 
 from libc.stdint cimport int64_t, intptr_t

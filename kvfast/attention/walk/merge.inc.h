@@ -53,7 +53,7 @@ static inline void kv_write_folded(const kv_call *call, const kv_query *query, p
     kv_write_row(call, query, q_head, sums, (float)partial[0], (float)partial[1]);
 }
 
-/* Whether a task has all partial results of a query. Then it folds them into one slot, as it does with those of the first splits. */
+/* Whether one task computes all splits of a query. The query then needs one slot. */
 static inline int kv_is_whole(const kv_task *task, const kv_query *query)
 {
     return task->item->part == 0 && task->item->run >= query->parts && task->item->splits == query->parts;

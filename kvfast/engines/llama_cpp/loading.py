@@ -74,5 +74,5 @@ def load(
 
 
 def _backend_for(ggml):
-    """The one that was built for a ggml, or that of the wheel, which takes its threads from ggml."""
+    """The backend built for this ggml; else the wheel's, which uses ggml's threads."""
     return bundled() if not ggml.library.exists() and ggml.has_openmp and bundled().exists() else ggml.library

@@ -161,8 +161,8 @@ def _check_positions(positions, before):
     """Refuse tokens that begin at the first position again, after others."""
     if before and positions is not None and positions.ndim == 2 and positions[0, 0] == 0 and positions[0, -1] >= before:
         raise ValueError(
-            f"tokens begin at position 0 again, and the cache holds {before}: generate gives it every token with use_cache=False, and "
-            f"where a cache that holds tokens already is to be assisted. Leave that out, or reset() the cache"
+            f"tokens begin at position 0 again, and the cache holds {before}: generate gives every token again with use_cache=False, and "
+            f"in assisted generation with a cache that is not empty. Leave these out, or reset() the cache"
         )
 
 

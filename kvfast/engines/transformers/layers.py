@@ -49,7 +49,7 @@ class StoredLayer(CacheLayerMixin):
         return self._rows.windows[self._index] or self._max_seq_len or -1
 
     def lazy_initialization(self, key_states, value_states):
-        """Nothing: the rows are made by the first tokens."""
+        """No-op: the first tokens make the rows."""
 
     @property
     def keys(self):

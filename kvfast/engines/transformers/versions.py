@@ -1,4 +1,4 @@
-"""Which transformers this adapter knows, what it uses of it, and all in which versions differ. No other file asks for a version."""
+"""Supported versions of transformers, the names used, and the differences between versions. No other file asks for a version."""
 
 import functools
 import logging

@@ -40,12 +40,12 @@ def format_of(spec):
 
 
 def block_sizes(fmt):
-    """Those that vLLM may choose from."""
+    """Block sizes to offer to vLLM for a format."""
     return list(BLOCK_SIZES) if fmt.block_size is None else [fmt.block_size]
 
 
 def block_sizes_of_all():
-    """Those that vLLM may choose from where it does not say for which layers it asks."""
+    """Block sizes to offer when vLLM does not name the layers."""
     config = None if versions.tells_specs() else get_current_vllm_config_or_none()
     if config is None:
         return list(BLOCK_SIZES)
@@ -72,7 +72,7 @@ def latent_format_of(spec):
 
 
 def latent_block_sizes(spec):
-    """Those that vLLM may choose from for latent rows."""
+    """Block sizes to offer for latent rows."""
     if spec is None and not versions.tells_specs():
         return SMALLEST_LATENT_BLOCK, *BLOCK_SIZES
     return BLOCK_SIZES if spec is None or spec.block_size % BLOCK_SIZES[0] == 0 else (SMALLEST_LATENT_BLOCK,)

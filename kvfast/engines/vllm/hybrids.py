@@ -1,8 +1,8 @@
 """Short blocks for models that mix attention with recurrent states.
 
-In vLLM a block of one layer must hold one layer's state, so its blocks have as many tokens as fill that with keys and values: the
-smaller the format is, the longer are the blocks, and the less the prefix cache finds, which keeps states at the ends of blocks. But in
-the layout BLHNC a block holds the keys and values of all layers, and then this whole block must hold one layer's state.
+In vLLM a block of one layer must be as large as one layer's state. In a small format it therefore spans many tokens, and prefix hits get
+rare, because the prefix cache keeps states at the ends of blocks. In the layout BLHNC a block holds the keys and values of all layers, and
+the whole block must be as large as one layer's state.
 """
 
 import numpy as np

@@ -126,9 +126,8 @@ def _check_apart(pieces):
 
 
 cdef void clean_slots(const kv_layout *layout, const int64_t *slots, Py_ssize_t n) noexcept nogil:
-    """Make the bytes that are read with some tokens finite, before they are written: a caller's memory may hold anything, and nothing
-    times NaN is NaN. The padding of a float row is read with it, and the scales of the lane tile with a token's own. What is
-    finite stays as it is, as it may be a token's."""
+    """Make the bytes that kernels read next to a new token finite: a caller's memory may hold NaN, and 0 x NaN is NaN.
+    These bytes are the padding of a float row, and the scales of a lane tile. Finite bytes stay, as they may belong to a token."""
     cdef Py_ssize_t i, head
     cdef int64_t slot
     cdef int32_t block

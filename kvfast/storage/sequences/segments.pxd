@@ -4,17 +4,16 @@ from kvfast.storage.tables.block_table cimport BlockTable
 
 
 cdef class FrozenTables:
-    cdef list tables           # of BlockTable: one for each group of layers
-    cdef Py_ssize_t wiped      # position before which a secure pool has overwritten all tokens
+    cdef list tables  # of BlockTable: one for each group of layers
+    cdef Py_ssize_t wiped  # a secure pool has overwritten all tokens before this position
 
 
 cdef class Segment:
-    cdef FrozenTables frozen   # where its tokens are, or None: in the tables of the sequence itself
-    cdef Py_ssize_t start      # its first position
-    cdef Py_ssize_t first      # the same token's position in the tables
-    cdef Py_ssize_t last       # where it ends there
-    cdef Py_ssize_t shift      # distance from the positions that its keys were rotated for
-    cdef list rotations            # of each layer: None, or cos and sin of -shift, float32 of shape (2, 1, pairs), and if interleaved
+    cdef FrozenTables frozen  # None: the tokens are in the tables of the sequence itself
+    cdef Py_ssize_t start  # first position in the sequence
+    cdef Py_ssize_t first, last  # in the tables: the first position, and the end
+    cdef Py_ssize_t shift  # distance from the positions that its keys were rotated for
+    cdef list rotations  # of each layer: None, or cos and sin of -shift, float32 of shape (2, 1, pairs), and if interleaved
 
     cdef Py_ssize_t end(self) noexcept
     cdef Segment part(self, Py_ssize_t begin, Py_ssize_t end)

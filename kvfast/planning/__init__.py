@@ -3,7 +3,7 @@
 - model_shape, layer_kinds, states: what each layer stores, from a configuration
 - gguf_file: GGUF files
 - plan, plan_text, memory: `plan`, its table, and the memory that is free
-- engine: the names and blocks of vLLM's cache
+- vllm_blocks: the names and blocks of vLLM's cache
 - fidelity, key_bias: `fidelity` and `choose_format`, keys that some formats do not suit
 """
 

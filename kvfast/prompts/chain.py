@@ -32,16 +32,8 @@ class Chain:
     """The keys of a prompt.
 
     Node i stands for the first ``i * chunk_tokens`` tokens. Its digest covers the node before it, as in vLLM and SGLang. With a
-    secret, nobody else can compute a digest, or learn from one which prompt it is.
-
-    Parameters
-    ----------
-    settings : str
-        All that must be equal for stored bytes to be usable.
-    token_ids : ndarray of int64
-    chunk_tokens : int
-    secret : bytes
-        At most 64 bytes; may be empty.
+    secret, nobody else can compute a digest, or learn from one which prompt it is. `settings` are all that must be equal for stored bytes to
+    be usable.
     """
 
     def __init__(self, settings: str, token_ids: NDArray[np.int64], chunk_tokens: int, secret: bytes) -> None:
@@ -50,15 +42,8 @@ class Chain:
         self.grow(token_ids)
 
     def grow(self, token_ids: NDArray[np.int64], others: Callable[[int, int], bytes] | None = None) -> None:
-        """Go on to the last full chunk of `token_ids`, which begin with those of before.
-
-        Parameters
-        ----------
-        token_ids : ndarray of int64
-        others : callable, optional
-            Takes the first token of a chunk and the one after its last. Returns what the chunk depends on besides tokens, such as the
-            images that they stand for.
-        """
+        """Go on to the last full chunk of `token_ids`, which begin with those of before. `others` takes the first token of a chunk and the
+        one after its last, and returns all that the chunk depends on besides tokens, such as the images that they stand for."""
         self.token_ids, size = token_ids, self.chunk_tokens
         for start in range((len(self.nodes) - 1) * size, len(token_ids) - size + 1, size):
             more = others(start, start + size) if others else b""

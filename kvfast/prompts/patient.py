@@ -20,13 +20,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds without calls after a failure,
 class Patience:
     """A deadline for each call of a store, a warning for the first failure of a kind, and a pause after failures and refusals.
 
-    A store that cannot be written, as on a full disk, may still be read: such a failure pauses writing alone.
-
-    Parameters
-    ----------
-    store : Store
-    time_limit : float
-        Seconds for the calls of one prompt.
+    A store that cannot be written, as on a full disk, may still be read: such a failure pauses writing alone. `time_limit` are the seconds
+    for the calls of one prompt.
     """
 
     def __init__(self, store: Store, time_limit: float) -> None:

@@ -23,14 +23,7 @@ MAX_HEADER = 1 << 20  # bytes of the header of an end
 
 
 class ChunkForm:
-    """The form of a cache's chunks.
-
-    Parameters
-    ----------
-    storage : SequenceStorage
-        Of any cache with the settings and the block size.
-    chunk_tokens : int
-    """
+    """The form of the chunks of a cache, whose storage may be that of any cache with the settings and the block size."""
 
     def __init__(self, storage: Any, chunk_tokens: int) -> None:
         self.blocks = chunk_tokens // storage.block_size
@@ -64,20 +57,8 @@ class ChunkForm:
 class End:
     """The rest of a prompt after its last chunk: open blocks, float rows, and layers with windows.
 
-    Parameters
-    ----------
-    payload : memoryview
-    storage : SequenceStorage
-        Of an empty cache with the settings and the block size.
-    num_chunk_blocks : int
-        Blocks of the chunks before it.
-    seq_len : int
-        Tokens of the prompt.
-
-    Raises
-    ------
-    CorruptFileError
-        Before anything is allocated by what the payload claims.
+    `storage` is that of an empty cache with the settings and the block size. CorruptFileError comes before anything is allocated by what
+    the payload claims.
     """
 
     def __init__(self, payload: memoryview, storage: Any, num_chunk_blocks: int, seq_len: int) -> None:

@@ -22,17 +22,8 @@ if TYPE_CHECKING:
 class Prompt:
     """The keys of a prompt, and the form of its values.
 
-    Chunks have blocks of 64 tokens, or of what the format requires. So caches with other blocks share them too, by a copy.
-
-    Parameters
-    ----------
-    cache : SequenceCache
-    token_ids : ndarray of int64
-    model : str
-    salt : bytes or None
-        None for that of the cache.
-    chunk_tokens : int
-    chunks : ChunkStore
+    Chunks have blocks of 64 tokens, or of what the format requires. So caches with other blocks share them too, by a copy. A salt of None
+    is that of the cache.
 
     Attributes
     ----------

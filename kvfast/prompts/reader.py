@@ -17,12 +17,7 @@ FEW_LISTS = 4  # that are asked for without asking first which there are
 
 
 class Reader:
-    """Finds prompts in a store, and fills caches with them.
-
-    Parameters
-    ----------
-    store : ChunkStore
-    """
+    """Finds prompts in a store, and fills caches with them."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store

@@ -15,13 +15,7 @@ MOST_PENDING = 256 << 20  # bytes that wait; a store that is slower than its use
 
 
 class Writer:
-    """Calls that write, in the background: several at once, and a bounded number of bytes.
-
-    Parameters
-    ----------
-    count : int
-        Threads.
-    """
+    """Calls that write, in the background: on `count` threads, and with a bounded number of bytes."""
 
     def __init__(self, count: int) -> None:
         self._threads = Workers(count, "kvfast-writer")

@@ -7,19 +7,7 @@ from kvfast.engines.llama_cpp.form import Reader
 
 
 class WholeState:
-    """The state that a context has given: ``llama_state_get_data``.
-
-    Parameters
-    ----------
-    data : bytes
-    num_tokens : int
-        Those that are needed; the context may hold more.
-
-    Raises
-    ------
-    CorruptFileError
-    IncompatibleSnapshotError
-    """
+    """The state that a context has given (``llama_state_get_data``), of which the first `num_tokens` tokens are needed."""
 
     def __init__(self, data, num_tokens):
         self.form, cells, self._parts = _read(data)
@@ -38,26 +26,15 @@ class WholeState:
 
 
 class JoinedState:
-    """The state of the first tokens of a prompt, made of chunks.
-
-    Parameters
-    ----------
-    form : Form
-    num_tokens : int
-    """
+    """The state of the first tokens of a prompt, made of chunks."""
 
     def __init__(self, form, num_tokens):
         self.form, self.num_tokens = form, num_tokens
         self.data, self._parts = form.new(num_tokens)
 
     def take_chunk(self, payload, start):
-        """Copy a chunk, whose first token has the position `start`. Threads may do so at once.
-
-        Raises
-        ------
-        CorruptFileError
-            If it is of another form, or has other positions.
-        """
+        """Copy a chunk, whose first token has the position `start`; CorruptFileError for another form or other positions. Threads may do
+        so at once."""
         try:
             form, cells, parts = _read(payload)
         except IncompatibleSnapshotError as error:

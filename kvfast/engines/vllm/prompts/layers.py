@@ -8,16 +8,7 @@ class GroupLayers:
     """The layers of a KV cache group that a worker has.
 
     vLLM's blocks may be several of a layer's own. A part of a chunk has the blocks of each layer, and if it is the first, the floats
-    that sequences keep of their first tokens.
-
-    Parameters
-    ----------
-    layers : list
-        Layers of vLLM, with their tensors.
-    num_blocks : int
-        Blocks of vLLM.
-    blocks : int
-        Blocks of a chunk.
+    that sequences keep of their first tokens. `num_blocks` are those of vLLM, `blocks` those of a chunk.
     """
 
     def __init__(self, layers, num_blocks, blocks):

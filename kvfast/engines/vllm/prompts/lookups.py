@@ -22,21 +22,11 @@ MOST_RECENT = 1 << 14  # chunks that are known to be on their way to the store
 
 @dataclass
 class Chunk:
-    """A chunk that a worker fetches or stores.
+    """A chunk that a worker fetches or stores."""
 
-    Parameters
-    ----------
-    index : int
-        In its prompt.
-    node : bytes
-        The digest of its prompt up to its end.
-    block_ids : list of list of int
-        Blocks of each group; 0 for one that is not there.
-    """
-
-    index: int
-    node: bytes
-    block_ids: list[list[int]]
+    index: int  # in its prompt
+    node: bytes  # the digest of its prompt up to its end
+    block_ids: list[list[int]]  # of each group; 0 for one that is not there
 
 
 @dataclass
@@ -63,14 +53,7 @@ class Known:
 
 
 class Lookups:
-    """Answers the scheduler, and never waits for a store.
-
-    Parameters
-    ----------
-    vllm_config : VllmConfig
-    kv_cache_config : KVCacheConfig
-    options : Options
-    """
+    """Answers the scheduler, and never waits for a store."""
 
     def __init__(self, vllm_config, kv_cache_config, options):
         self._groups = groups_of(kv_cache_config)

@@ -30,14 +30,7 @@ class Rates(KVConnectorWorkerMetadata):
 
 
 class Transfers:
-    """Fetches in the background, and copies what it stores before a step ends.
-
-    Parameters
-    ----------
-    vllm_config : VllmConfig
-    kv_cache_config : KVCacheConfig
-    options : Options
-    """
+    """Fetches in the background, and copies what it stores before a step ends."""
 
     def __init__(self, vllm_config, kv_cache_config, options):
         self._config, self._kv_cache_config = vllm_config, kv_cache_config
@@ -124,14 +117,15 @@ class Transfers:
 
     def _put(self, layers, chunk, ids, part):
         """Copy a part of a chunk, and let it be stored. False if no other part of the chunk is needed."""
-        value, payload = (None, None) if self._store.is_paused else new_value(layers.nbytes(chunk.index))
-        if value is not None and not layers.read(chunk.index, ids, payload):
-            return False
-        num_tokens = (chunk.index + 1) * self.chunk_tokens
-        if value is None or self._store.put_missing(self._store.part(chunk.node, part), value, num_tokens) is None:
-            self.figures.add(num_dropped=1)
-            return False
-        return True
+        is_begun = False
+        if not self._store.is_paused:
+            value, payload = new_value(layers.nbytes(chunk.index))
+            if not layers.read(chunk.index, ids, payload):
+                return False
+            key, num_tokens = self._store.part(chunk.node, part), (chunk.index + 1) * self.chunk_tokens
+            is_begun = self._store.put_missing(key, value, num_tokens) is not None
+        self.figures.add(num_dropped=int(not is_begun))
+        return is_begun
 
     def _group_layers(self):
         """The layers of each group; their tensors come after the connector."""

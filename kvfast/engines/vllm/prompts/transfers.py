@@ -124,7 +124,8 @@ class Transfers:
                 return False
             key, num_tokens = self._store.part(chunk.node, part), (chunk.index + 1) * self.chunk_tokens
             is_begun = self._store.put_missing(key, value, num_tokens) is not None
-        self.figures.add(num_dropped=int(not is_begun))
+        if not is_begun:
+            self.figures.add(num_dropped=1)
         return is_begun
 
     def _group_layers(self):

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 
@@ -102,9 +103,7 @@ def test_forks_read_what_they_share(c, rng, no_cascade):
 def test_blocks_that_python_knows_by_their_tokens_are_not_written(c, rng):
     pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=8, block_size=16, dtype="int8")
     k = rng.standard_normal((32, 2, 64), np.float32)
-    sequence = pool.new_sequence()
-    sequence.append(0, k, k)
-    sequence.advance(32, np.arange(32))
+    sequence = filled(pool.new_sequence(), k, k, token_ids=np.arange(32))
     handle, found = c.Pool(pool), pool.match_prefix(np.arange(33))
     before = found.k(0).copy()
     found.free()
@@ -164,9 +163,7 @@ def test_the_right_branch_of_a_tree_is_kept(c, rng, make):
     ours, theirs = make(), make()
     k, v = rng.standard_normal((2, 30, 2, 64), np.float32)
     for cache in (ours, theirs):
-        for layer in range(2):
-            cache.append(layer, k[:20], v[:20])
-        cache.advance(20)
+        filled(cache, k[:20], v[:20])
         for layer in range(2):
             cache.append(layer, k[20:], v[20:])
     handle = c.Sequence.of(ours)
@@ -255,9 +252,7 @@ def test_a_long_call_of_another_thread_needs_no_gil(extension, c, rng):
     """It cannot look for Ctrl-C: who holds the GIL may wait for its end."""
     pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=1600, dtype="int8")
     sequence, k = pool.new_sequence(), rng.standard_normal((100_000, 2, 64), np.float32)
-    for layer in range(2):
-        sequence.append(layer, k, k)
-    sequence.advance(len(k))
+    filled(sequence, k, k)
     one, out = k[:1], np.zeros((1, 2, 64), np.float32)
     assert extension("runtime_in_c").held_meanwhile(pool, (sequence,), 2, one, one, one, out, 20.0) == (0, 1)
     assert np.array_equal(out, sequence.attend(1, one))

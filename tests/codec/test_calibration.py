@@ -199,9 +199,7 @@ class TestCaches:
         """On every tier, the scores of turned queries are those of the keys that come back."""
         cache, rng = kvfast.KVCache(LAYERS, HEADS, DIM, dtype=formats(calibration)[name]), np.random.default_rng(11)
         q, k = text(rng, 300)
-        for layer in range(LAYERS):
-            cache.append(layer, k[layer], tokens(rng, 300)[1])
-        cache.advance(300)
+        filled(cache, each=[(k[layer], tokens(rng, 300)[1]) for layer in range(LAYERS)])
         for layer in range(LAYERS):
             out = cache.attend(layer, q[layer][-3:])
             assert relative_error(out, attention(q[layer][-3:], cache.k(layer), cache.v(layer))[0]) < 2e-3

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS, HEADS, MIXED, SEALING, relative_rms, tokens
+from cache_kinds import FORMATS, HEADS, MIXED, SEALING, fill, filled, relative_rms, tokens
 from reference import attention, relative_error
 
 import kvfast
@@ -151,8 +151,7 @@ def test_precision_contract_on_every_tier(isa, name):
         for length in LENGTHS:
             group, n = (1, 4, 7)[at % 3], min((1, 3, 20)[at // 3 % 3], length)
             if length - len(cache) > 1:
-                cache.append(0, *tokens(rng, length - len(cache) - 1, dim))
-                cache.advance(length - len(cache) - 1)
+                filled(cache, *tokens(rng, length - len(cache) - 1, dim))
             cache.append(0, *tokens(rng, 1, dim))
             if n == 1:  # the newest token is not complete, as in decoding
                 check(cache, rng, group, 1, {})
@@ -215,9 +214,7 @@ def test_stored_error(isa, name):
     rng = np.random.default_rng(1)
     n = 512 + max(FORMATS[name].open_tokens, 16)
     k, v = tokens(rng, n, 128)
-    cache = kvfast.KVCache(1, HEADS, 128, dtype=FORMATS[name])
-    cache.append(0, k, v)
-    cache.advance(n)
+    cache = filled(kvfast.KVCache(1, HEADS, 128, dtype=FORMATS[name]), k, v)
     sides = FORMATS[name].k_dtype, FORMATS[name].v_dtype
     for dtype, got, given, most in zip(sides, (cache.k(0), cache.v(0)), (k, v), ERRORS[name]):
         rounding = 2.0**-8 if dtype == "bfloat16" else 1e-3  # of floats, which a side of bfloat16 is anyway
@@ -233,8 +230,7 @@ def keys_in_blocks(k, mean, calibration=None):
     form = KVFormat(f"int{mean}/int8", per_channel=True, calibration=calibration)
     cache = kvfast.KVCache(1, 1, k.shape[-1], dtype=form)
     for rows in (k, k[:1]):  # the block is read as codes when a token follows these
-        cache.append(0, rows, rows)
-        cache.advance(len(rows))
+        filled(cache, rows, rows)
     return cache.k(0)[:64, 0], k[:64, 0]
 
 
@@ -365,9 +361,7 @@ def test_keys_with_outlier_channels():
     exact, _ = attention(q, k, v)
     cosines = {}
     for form in ("int4", "int4-plain", "k8v4", "k8v4-recent", "int8-recent"):
-        cache = kvfast.KVCache(1, HEADS, dim, dtype=form)
-        cache.append(0, k, v)
-        cache.advance(n)
+        cache = filled(kvfast.KVCache(1, HEADS, dim, dtype=form), k, v)
         out = cache.attend(0, q)
         cosines[form] = (np.sum(out * exact, -1) / np.linalg.norm(out, axis=-1) / np.linalg.norm(exact, axis=-1)).mean()
     assert cosines["int4"] >= 0.99 and cosines["k8v4"] >= 0.9
@@ -394,9 +388,7 @@ def test_a_bias_of_keys_costs_centred_formats_little(start):
             axis=-1,
         ).astype(np.float32)
         for form in ("int8", "int8-recent", "k8v4-recent", "int4"):
-            cache = kvfast.KVCache(1, HEADS, dim, dtype=form)
-            cache.append(0, k, v)
-            cache.advance(n)
+            cache = filled(kvfast.KVCache(1, HEADS, dim, dtype=form), k, v)
             yield float(np.sqrt(np.mean((cache.k(0) - k)[:-80] ** 2)))
 
     (_, int8_recent, k8v4_recent, int4), biased = errors(noise), list(errors(noise + bias))
@@ -408,9 +400,7 @@ def test_size():
     def bits(dtype, dim):
         cache = kvfast.KVCache(2, 4, dim, dtype=dtype)
         k, v = tokens(np.random.default_rng(0), 8192, dim, 4)
-        for layer in (0, 1):
-            cache.append(layer, k, v)
-        cache.advance(8192)
+        filled(cache, k, v)
         return cache.nbytes_used * 8 / (4 * k.size)
 
     for dtype, most in (("int4", 4.6), ("k8v4", 6.5), ("int8", 8.51)):
@@ -424,8 +414,7 @@ class TestRefusals:
         """Where some tokens are float16, all must be: nothing tells which, when they come."""
         cache = kvfast.KVCache(1, HEADS, 32, dtype=FORMATS[name])
         k, v = tokens(rng, 100, 32)
-        cache.append(0, k, v)
-        cache.advance(100)
+        filled(cache, k, v)
         before = cache.state_dict(), cache.k(0), cache.v(0)
         bad = k.copy()
         bad[70, 1] = 66000
@@ -452,15 +441,11 @@ class TestRefusals:
         assert cache.layer_length(0) == 0
 
     def test_snapshots_of_other_formats(self, rng, tmp_path):
-        def filled(dtype):
-            cache = kvfast.KVCache(2, HEADS, 32, dtype=dtype)
-            for layer in (0, 1):
-                cache.append(layer, *tokens(np.random.default_rng(0), 70, 32))
-            cache.advance(70)
-            return cache
+        def with_dtype(dtype):
+            return fill(kvfast.KVCache(2, HEADS, 32, dtype=dtype), np.random.default_rng(0), 70)
 
         other = KVFormat("int4", per_channel=True)
-        snapshot = filled("int4").snapshot()
+        snapshot = with_dtype("int4").snapshot()
         snapshot.save(tmp_path / "cache")
         for loaded in (snapshot, kvfast.Snapshot.load(tmp_path / "cache")):
             for dtype, told in (
@@ -468,12 +453,12 @@ class TestRefusals:
                 (other, r"'int4\(per_channel=True, block_size=64\)'"),
                 (["int4", "float16"], r"\('int4', 'float16'\)"),
             ):
-                cache = filled(dtype)
+                cache = with_dtype(dtype)
                 before = cache.snapshot()
                 with pytest.raises(kvfast.IncompatibleSnapshotError, match=f"snapshot has dtype 'int4', the cache {told}"):
                     cache.restore(loaded)
                 assert cache.snapshot() == before
-            assert loaded != filled("k8v4").snapshot()
+            assert loaded != with_dtype("k8v4").snapshot()
         pool = kvfast.PagedKVCache(2, HEADS, 32, 8, dtype="int8")
         with pytest.raises(kvfast.IncompatibleSnapshotError, match="snapshot has dtype 'int4', the cache 'int8'"):
             pool.restore(snapshot)
@@ -521,8 +506,7 @@ def test_a_side_that_is_float_stays_what_it_is(rng, fmt, kind):
         "ring": lambda: kvfast.RingKVCache(1, HEADS, 20, 400, dtype=fmt),
     }[kind]()
     for start, stop in ((0, 3), (3, 200), (200, 201), (201, 300)):
-        cache.append(0, *given[:, start:stop])
-        cache.advance(stop - start)
+        filled(cache, *given[:, start:stop])
         others = [cache]
         if kind in ("growing", "bounded"):
             others += [cache.copy(), type(cache).from_state_dict(cache.state_dict()), kvfast.load(cache.snapshot())]

@@ -17,11 +17,8 @@ def lanes(tokens):
     return -(-tokens // 16) * 16
 
 
-def filled(length, heads=2, dim=64, dtype="int8-plain", **settings):
-    cache = kvfast.KVCache(1, heads, dim, dtype=dtype, **settings)
-    cache.append(0, *np.random.default_rng(0).standard_normal((2, length, heads, dim)).astype(np.float32))
-    cache.advance(length)
-    return cache
+def cache_with(length, heads=2, dim=64, dtype="int8-plain"):
+    return fill(kvfast.KVCache(1, heads, dim, dtype=dtype), np.random.default_rng(0), length)
 
 
 def told(plan):
@@ -45,7 +42,7 @@ def ranges(plan, heads, group, length, n):
 @pytest.mark.parametrize("length", [1, 64, 1000, 5000])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8-plain", "int4-plain", "int8/int4"])
 def test_bytes_of_one_query(dtype, length, dim):
-    cache = filled(length, dim=dim, dtype=dtype)
+    cache = cache_with(length, dim=dim, dtype=dtype)
     padded, codes, scales, floats = lanes(dim), 0, 0, 0
     for side in (cache.k_dtype, cache.v_dtype):
         if side.startswith("int"):
@@ -65,7 +62,7 @@ def test_bytes_of_one_query(dtype, length, dim):
 def test_bytes_of_many_queries(data):
     length, heads, group = data.draw(st.integers(1, 3000)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     n = data.draw(st.integers(1, min(length, 60)))
-    cache = filled(length, heads, 32)
+    cache = cache_with(length, heads, 32)
     plan = cache.explain(0, (n, heads * group, 32), num_splits=data.draw(st.integers(0, 9)))
     passes = list(ranges(plan, heads, group, length, n))
     tokens = heads * sum(lanes(end - begin) for begin, end in passes)
@@ -77,12 +74,12 @@ def test_bytes_of_many_queries(data):
 
 @pytest.mark.parametrize("window", [1, 100, 700])
 def test_bytes_of_a_window(window):
-    length, cache = 2000, filled(2000)
+    length, cache = 2000, cache_with(2000)
     plan = cache.explain(0, (1, 4, 64), sliding_window=window)
     step = min(plan.tile, cache.block_size)  # what lies before the block or tile with the first token is not read
     tokens = length - (length - window) // step * step
     assert told(plan) == (2 * lanes(tokens) * 2 * 64, 2 * lanes(tokens) * 8, 0)
-    plan = filled(length).explain(0, (1, 4, 64), sliding_window=window, num_sink_tokens=5)
+    plan = cache_with(length).explain(0, (1, 4, 64), sliding_window=window, num_sink_tokens=5)
     tokens = lanes(tokens) + 16
     assert told(plan) == (2 * tokens * 2 * 64, 2 * tokens * 8, 0)
 
@@ -91,7 +88,7 @@ def test_bytes_of_a_window(window):
 def test_bytes_of_float_rows(length):
     """For int4: the first 4 tokens, and all tokens after the last full block that 16 tokens follow."""
     dim, heads = 64, 2
-    plan = filled(length, dtype="int4").explain(0, (1, 8, dim), num_splits=1)
+    plan = cache_with(length, dtype="int4").explain(0, (1, 8, dim), num_splits=1)
     coded = max(0, length - 1 - 16) // 64 * 64
     first = min(4, length)
     newest = length - coded if length > first else 0
@@ -102,7 +99,7 @@ def test_bytes_of_float_rows(length):
 
 
 def test_splits_and_threads():
-    cache = filled(20000, dtype="int8")
+    cache = cache_with(20000, dtype="int8")
     for num_splits in (1, 2, 5):
         plan = cache.explain(0, (1, 4, 64), num_splits=num_splits)
         assert plan.num_splits == num_splits and plan.num_tasks == 2 * num_splits
@@ -112,7 +109,7 @@ def test_splits_and_threads():
     assert many.num_tasks == 2 * many.items[0].num_runs == 40
     assert cache.explain(0, (1, 4, 64), num_threads=1).num_threads == 1
     assert cache.explain(0, (1, 4, 64), num_threads=7).num_threads == 7
-    assert filled(10).explain(0, (1, 4, 64), num_threads=7).num_threads == 1  # not worth a second thread
+    assert cache_with(10).explain(0, (1, 4, 64), num_threads=7).num_threads == 1  # not worth a second thread
     with kvfast.use_isa("scalar"):
         wide = cache.explain(0, (40, 16, 64))
     assert wide.rows == 16 and wide.items[0].row_blocks == 40 * 8 // 16
@@ -121,15 +118,15 @@ def test_splits_and_threads():
 @pytest.mark.skipif("amx" not in kvfast.available_isas(), reason="this CPU has no matrix unit")
 def test_the_matrix_unit_takes_many_rows():
     with kvfast.use_isa("amx"):
-        plan = filled(20000, dtype="int8").explain(0, (400, 16, 64), num_threads=1)
+        plan = cache_with(20000, dtype="int8").explain(0, (400, 16, 64), num_threads=1)
         assert plan.rows == 256 and plan.items[0].row_blocks == 13 and "attend_panels" in plan.kernels
-        assert "attend_panels" in filled(500, dtype="bfloat16").explain(0, (400, 16, 64)).kernels
+        assert "attend_panels" in cache_with(500, dtype="bfloat16").explain(0, (400, 16, 64)).kernels
         for dtype, n in (("float32", 400), ("int8", 16), ("float16", 16)):
-            assert filled(500, dtype=dtype).explain(0, (n, 16, 64)).rows == 16
+            assert cache_with(500, dtype=dtype).explain(0, (n, 16, 64)).rows == 16
 
 
 def test_what_q_may_be():
-    cache = filled(500, dtype="int8/int4")
+    cache = cache_with(500, dtype="int8/int4")
     plan = cache.explain(0, (2, 2, 64))
     assert cache.explain(0, 2) == plan == cache.explain(0, np.ones((2, 2, 64), np.float32)) == cache.explain(0, [2, 2, 64])
     assert cache.explain(0, np.int64(2), num_q_heads=6).q_shape == (2, 6, 64)
@@ -143,7 +140,7 @@ def test_what_q_may_be():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels(dtype):
-    plan = filled(300, dtype=dtype).explain(0)
+    plan = cache_with(300, dtype=dtype).explain(0)
     assert plan.isa == kvfast.active_isa()
     form = kvfast.KVFormat.of(dtype)
     assert plan.storage == str(form)
@@ -168,22 +165,17 @@ def test_every_cache(rng, kind, dtype):
 
 
 def test_ring_reads_its_window(rng):
-    ring = kvfast.RingKVCache(1, 2, 64, sliding_window=100, num_sink_tokens=4, dtype="int8-plain")
-    ring.append(0, *rng.standard_normal((2, 1000, 2, 64)).astype(np.float32))
-    ring.advance(1000)
+    ring = fill(kvfast.RingKVCache(1, 2, 64, sliding_window=100, num_sink_tokens=4, dtype="int8-plain"), rng, 1000)
     tokens = lanes(1000 - 900 // 64 * 64) + 16
     assert told(ring.explain(0, (1, 4, 64))) == (2 * tokens * 2 * 64, 2 * tokens * 8, 0)
 
 
 def test_batch(rng):
     pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=400, dtype="int8-plain")
-    root = pool.new_sequence()
-    root.append(0, *rng.standard_normal((2, 1024, 2, 64)).astype(np.float32))
-    root.advance(1024)
+    root = fill(pool.new_sequence(), rng, 1024)
     branches = [root.fork() for _ in range(4)]
     for branch in branches:
-        branch.append(0, *rng.standard_normal((2, 10, 2, 64)).astype(np.float32))
-        branch.advance(10)
+        fill(branch, rng, 10)
     alone = branches[0].explain(0, (1, 8, 64))
     apart = pool.explain_batch(0, (4, 8, 64), branches, cascade=False)
     assert apart.bytes_read == 4 * alone.bytes_read and len(apart.items) == 4 and apart.context == 4 * 1034
@@ -200,7 +192,7 @@ def test_batch(rng):
 
 
 def test_what_is_refused():
-    cache = filled(50)
+    cache = cache_with(50)
     for bad, error, words in (
         ((1, 3, 64), kvfast.DimensionMismatchError, "multiple of the 2 KV heads"),
         ((1, 2, 32), kvfast.DimensionMismatchError, "head_dim 64"),
@@ -222,7 +214,7 @@ def test_what_is_refused():
 
 def notes(dim, dtype="int8", **options):
     """The plan is for the best tier of this machine, which may not be the best that there is."""
-    return [note for note in filled(64, dim=dim, dtype=dtype).explain(0, **options).notes if "tier" not in note]
+    return [note for note in cache_with(64, dim=dim, dtype=dtype).explain(0, **options).notes if "tier" not in note]
 
 
 def test_notes():
@@ -230,11 +222,11 @@ def test_notes():
     assert len(notes(20, "float16")) == 1 and "stored as 32" in notes(20, "float16")[0]
     assert len(notes(100)) == 2 and "100 is 4 x 25" in notes(100)[0] and "12% more bytes" in notes(100)[1]
     with kvfast.use_isa("scalar"):
-        assert "scalar" in filled(64).explain(0).notes[0]
+        assert "scalar" in cache_with(64).explain(0).notes[0]
     with kvfast.use_isa(kvfast.available_isas()[0]):
-        best = filled(64).explain(0).notes
+        best = cache_with(64).explain(0).notes
     assert not best or kvfast.active_isa() in ("avx512", "avx_vnni", "avx2", "sse2", "neon_dotprod", "neon", "scalar")
-    idle = filled(20000, 1).explain(0, 1, num_splits=1, num_threads=3)
+    idle = cache_with(20000, 1).explain(0, 1, num_splits=1, num_threads=3)
     assert idle.num_tasks == 1 and "3 threads share 1 task" in idle.notes[-1] and "note" in str(idle)
 
 

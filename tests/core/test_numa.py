@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 from kvfast.core import numa
@@ -30,8 +31,7 @@ def policy_of(cache):
 def written(tokens=LARGE):
     cache = kvfast.KVCache(1, 1, 64, max_seq_len=tokens, dtype="float32")
     rows = np.ones((1, 1, 64), np.float32)
-    cache.append(0, rows, rows)
-    cache.advance(1)
+    filled(cache, rows, rows)
     return cache
 
 

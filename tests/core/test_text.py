@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 from kvfast.core.text import shown
@@ -44,8 +45,7 @@ def test_no_error_prints_data(rng):
     secret = rng.integers(1_000_000, 9_999_999, 64).astype(np.float32).reshape(1, 1, 64)
     marks = [f"{int(number)}" for number in secret.ravel()]
     cache, pool = kvfast.KVCache(1, 1, 64), kvfast.PagedKVCache(1, 1, 64, num_blocks=8)
-    cache.append(0, *secret.repeat(2, 0)[:, None] / 1e7)
-    cache.advance(1)
+    filled(cache, *secret.repeat(2, 0)[:, None] / 1e7)
     sequence, text = pool.new_sequence(), " ".join(marks)
     good = np.ones((1, 1, 64), np.float32)
     calls = [

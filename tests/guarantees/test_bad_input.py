@@ -9,15 +9,14 @@ import pytest
 from cache_kinds import filled
 
 import kvfast
+import kvfast.llama_cpp
 
 
 @pytest.fixture
 def cache(rng):
     cache = kvfast.KVCache(2, 2, 16, max_seq_len=10, dtype="int8")
     k = rng.standard_normal((4, 2, 16)).astype(np.float32)
-    for layer in range(2):
-        cache.append(layer, k, k)
-    cache.advance(4)
+    filled(cache, k, k)
     before = [cache.k(0), cache.v(0), cache.k(1), cache.v(1)]
     yield cache
     after = [cache.k(0), cache.v(0), cache.k(1), cache.v(1)]

@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from cache_kinds import DTYPES, PLAIN, cache_of
+from cache_kinds import DTYPES, PLAIN, cache_of, filled
 from reference import attention, bound, relative_error
 
 import kvfast
@@ -178,8 +178,7 @@ def test_a_million_tokens(dtype):
     k, v = rng.standard_normal((2, count, 1, dim), np.float32)
     cache = kvfast.KVCache(1, 1, dim, dtype=dtype)
     for _ in range(copies):
-        cache.append(0, k, v)
-        cache.advance(count)
+        filled(cache, k, v)
     assert len(cache) == 1 << 20
     q = rng.standard_normal((1, 2, dim), np.float32)
     once = cache_of(dtype, k, v)
@@ -288,9 +287,7 @@ def test_a_prompt_cache_takes_caches(tmp_path):
 @pytest.mark.parametrize("dtype", ["int8-plain", "int4-plain", "int8"])
 def test_codes_beyond_float32_are_refused_when_they_are_read(dtype):
     """Each forged scale is a number, and with its codes it stands for none."""
-    cache = kvfast.KVCache(1, 1, 64, dtype=dtype)
-    cache.append(0, *np.random.default_rng(0).standard_normal((2, 20, 1, 64)).astype(np.float32))
-    cache.advance(20)
+    cache = filled(kvfast.KVCache(1, 1, 64, dtype=dtype), *np.random.default_rng(0).standard_normal((2, 20, 1, 64)).astype(np.float32))
     state = cache.state_dict()
     for name in [name for name in state if name.endswith("tail")]:
         forged = state[name].copy()

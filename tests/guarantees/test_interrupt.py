@@ -100,8 +100,7 @@ def test_append(rng, kind, dtype):
         else:
             pool = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=LONG // 32 + 4, dtype=dtype)
             caches.append(pool.new_sequence())
-        caches[-1].append(0, *rng.standard_normal((2, 70, HEADS, DIM), np.float32))
-        caches[-1].advance(70)
+        filled(caches[-1], *rng.standard_normal((2, 70, HEADS, DIM), np.float32))
         caches[-1].restore(caches[0].snapshot())
     cache, other = caches
     blocks = cache.block_indices().tolist()

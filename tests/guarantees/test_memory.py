@@ -85,7 +85,7 @@ def test_nothing_leaks():
         with pytest.raises(kvfast.NonFiniteInputError):
             other.append(0, *np.full((2, 100, 2, 20), np.inf, np.float32))
         sequence = pool.new_sequence()
-        filled(sequence, each=[rng.standard_normal((2, 100, 2, 20), np.float32) for _ in range(2)], token_ids=ids + i)
+        fill(sequence, rng, 100, token_ids=ids + i)
         child = sequence.fork()
         fill(child, rng, 5)
         child.attend(0, np.ones((1, 4, 20), np.float32))
@@ -122,14 +122,13 @@ def test_memory_is_taken_when_it_is_written():
 def test_small_caches_take_little_and_give_it_back(dtype):
     rows = np.ones((3, 1, 64), np.float32)
 
-    def filled():
-        cache = filled(kvfast.KVCache(1, 1, 64, dtype=dtype), rows, rows)
-        return cache
+    def small():
+        return filled(kvfast.KVCache(1, 1, 64, dtype=dtype), rows, rows)
 
-    one = filled()
+    one = small()
     assert one.nbytes <= max(2 * 4096, one.nbytes_used) * 1.6
     before = resident()
-    caches = [filled() for _ in range(2000)]
+    caches = [small() for _ in range(2000)]
     taken = resident() - before
     assert taken < 2000 * 60_000 if dtype == "float32" else taken < 2000 * 32_000
     del caches

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 
@@ -30,8 +31,7 @@ def compute(sequence, ids):
     rows = np.random.default_rng(0).standard_normal((2, len(ids), 2, 32), np.float32)
     for start in range(len(sequence), len(ids), 10):
         step = ids[start : start + 10]
-        sequence.append(0, *rows[:, start : start + 10])
-        sequence.advance(len(step), step)
+        filled(sequence, *rows[:, start : start + 10], token_ids=step)
     return sequence
 
 

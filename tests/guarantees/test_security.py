@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_kinds import DTYPES, fill, make, tokens
+from cache_kinds import DTYPES, fill, filled, make, tokens
 
 import kvfast
 from kvfast.caches.multi_head import MultiHeadConfig
@@ -26,8 +26,7 @@ def stored_prefix(token_ids, salt=b"", pool=None):
     sequence = pool.match_prefix(token_ids, salt)
     n = len(token_ids) - len(sequence)
     rows = np.repeat(np.asarray(token_ids[-n:], np.float32)[:, None, None], 16, 2)
-    sequence.append(0, rows, rows)
-    sequence.advance(n, token_ids[-n:])
+    filled(sequence, rows, rows, token_ids=token_ids[-n:])
     return pool, sequence
 
 
@@ -222,10 +221,7 @@ def test_a_copied_block_takes_over_only_what_is_kept(pool, rng):
 
 def test_evicted_prefixes_are_zero_for_those_who_get_the_block(rng):
     pool = kvfast.PagedKVCache(2, 2, 20, num_blocks=4, block_size=32, dtype="int8", secure=True)
-    old = fill(pool.new_sequence(), rng, 0)
-    for layer in range(2):
-        old.append(layer, *tokens(rng, 128))
-    old.advance(128, np.arange(128))
+    old = fill(pool.new_sequence(), rng, 128, token_ids=np.arange(128))
     old.free()
     assert raw(pool).any(axis=1).all() and pool.num_cached_blocks == 4
     new = fill(pool.new_sequence(), rng, 1)

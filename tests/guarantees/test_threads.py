@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cache_kinds import fill, filled
 from selection import parametrize
 
 import kvfast
@@ -24,17 +25,10 @@ def default_threads():
     kvfast.set_num_threads(None)
 
 
-def filled(rng, dtype, length=6000):
-    cache = kvfast.KVCache(1, 4, 64, dtype=dtype)
-    cache.append(0, rng.standard_normal((length, 4, 64)).astype(np.float32), rng.standard_normal((length, 4, 64)).astype(np.float32))
-    cache.advance(length)
-    return cache
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8-plain", "k8v4", "int4"])
 @pytest.mark.parametrize("n", [1, 70])
 def test_same_bits_for_any_number_of_threads(rng, dtype, n):
-    cache = filled(rng, dtype)
+    cache = fill(kvfast.KVCache(1, 4, 64, dtype=dtype), rng, 6000)
     q = rng.standard_normal((n, 16, 64)).astype(np.float32)
     one = cache.attend(0, q, num_threads=1)
     for num_threads in (2, 3, 8):
@@ -45,7 +39,7 @@ def append_and_read(dtype):
     """Rows become blocks, which are finished, copied and read again."""
 
     def results(rng):
-        cache = filled(rng, dtype)
+        cache = fill(kvfast.KVCache(1, 4, 64, dtype=dtype), rng, 6000)
         copy = cache.copy()
         return [*cache.state_dict().values(), copy.k(0), copy.v(0)]
 
@@ -79,7 +73,7 @@ def test_parallel_regions_besides_attention_have_the_same_bits(region):
 
 @parametrize("num_queries", [40, 200], usual=[40])
 def test_second_thread_is_refused_or_served(rng, num_queries):
-    cache = filled(rng, "int8")
+    cache = fill(kvfast.KVCache(1, 4, 64, dtype="int8"), rng, 6000)
     q = rng.standard_normal((num_queries, 16, 64)).astype(np.float32)
     expected = cache.attend(0, q)
     outcomes = []
@@ -101,7 +95,7 @@ def test_second_thread_is_refused_or_served(rng, num_queries):
 
 
 def test_distinct_caches_in_distinct_threads(rng):
-    caches = [filled(np.random.default_rng(i), "int4", 3000) for i in range(3)]
+    caches = [fill(kvfast.KVCache(1, 4, 64), np.random.default_rng(i), 3000) for i in range(3)]
     q = rng.standard_normal((1, 8, 64)).astype(np.float32)
     expected = [cache.attend(0, q) for cache in caches]
     right = [0] * 3
@@ -147,10 +141,7 @@ class Meanwhile:
 
 @pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
 def test_who_changes_a_cache_is_refused_while_another_thread_reads(rng, tmp_path, kind):
-    cache = one_sequence(kind)
-    for layer in range(2):
-        cache.append(layer, *kv(rng, 100))
-    cache.advance(100)
+    cache = filled(one_sequence(kind), each=[kv(rng, 100) for _ in range(2)])
     snapshot, q = cache.snapshot(), rng.standard_normal((1, 4, 32), np.float32)
     expected, stored = cache.attend(0, q), cache.state_dict()
     calls = {
@@ -184,10 +175,7 @@ def test_who_changes_a_cache_is_refused_while_another_thread_reads(rng, tmp_path
 
 @pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
 def test_every_method_is_refused_while_another_thread_changes_a_cache(rng, kind):
-    cache = one_sequence(kind)
-    for layer in range(2):
-        cache.append(layer, *kv(rng, 100))
-    cache.advance(100)
+    cache = filled(one_sequence(kind), each=[kv(rng, 100) for _ in range(2)])
     q = rng.standard_normal((1, 4, 32), np.float32)
     calls = {
         "append": lambda: cache.append(0, *kv(rng, 1)),
@@ -247,8 +235,7 @@ def test_threads_read_together(rng):
 def test_who_changes_a_pool_is_refused_while_another_thread_reads(rng):
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=8, dtype="int8")
     one, other = pool.new_sequence(), pool.new_sequence()
-    one.append(0, *kv(rng, 100))
-    one.advance(100)
+    filled(one, *kv(rng, 100))
     q = rng.standard_normal((1, 4, 32), np.float32)
     calls = {
         "new_sequence": pool.new_sequence,
@@ -282,8 +269,7 @@ class MeetingDigest(bytes):
 def test_a_found_prefix_is_not_taken_away_before_it_has_an_owner(rng):
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=4, block_size=64, dtype="int8")
     with pool.new_sequence() as sequence:
-        sequence.append(0, *kv(rng, 64))
-        sequence.advance(64, range(64))
+        filled(sequence, *kv(rng, 64), token_ids=range(64))
     other = pool.new_sequence()
     MeetingDigest.calls["append"] = lambda: other.append(0, *kv(rng, 256))  # as many as the pool has
     found = kvfast.Sequence(pool, range(64), [MeetingDigest(one) for one in pool._batches.index.digests(range(64), 64)])
@@ -329,8 +315,7 @@ def test_ids_that_an_interrupted_call_left_behind_are_not_believed(rng, monkeypa
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=16, block_size=32, dtype="int8")
     sequence, other = pool.new_sequence(), pool.new_sequence()
     for one, ids in ((sequence, range(64)), (other, range(100, 164))):
-        one.append(0, *kv(rng, 64))
-        one.advance(64, ids)
+        filled(one, *kv(rng, 64), token_ids=ids)
     snapshot = other.snapshot()
     # Ctrl-C came when the tokens had changed, and what is known of them had not.
     if left == "advance":
@@ -347,8 +332,7 @@ def test_ids_that_an_interrupted_call_left_behind_are_not_believed(rng, monkeypa
         with pytest.raises(KeyboardInterrupt):
             sequence.restore(snapshot)
     assert sequence.snapshot().token_ids is None
-    sequence.append(0, *kv(rng, 64))
-    sequence.advance(64, range(1000, 1064))
+    filled(sequence, *kv(rng, 64), token_ids=range(1000, 1064))
     assert len(pool.match_prefix([*range(64), *range(1000, 1064), 0])) == 64
     with pool.match_prefix([*range(100, 164), 0]) as found:
         assert np.array_equal(found.k(0), other.k(0))
@@ -377,9 +361,7 @@ def test_threads_with_sequences_of_one_pool(rng):
 
     together(*[partial(work, i) for i in range(4)])
     for i, sequence in enumerate(sequences):
-        alone = kvfast.KVCache(1, 2, 32, dtype="int8")
-        alone.append(0, *tokens[:, i])
-        alone.advance(200)
+        alone = filled(kvfast.KVCache(1, 2, 32, dtype="int8"), *tokens[:, i])
         assert len(sequence) == 200 and np.array_equal(sequence.k(0), alone.k(0))
         assert np.array_equal(sequence.attend(0, q), alone.attend(0, q))
 
@@ -400,9 +382,7 @@ def test_many_threads_on_distinct_caches():
         rng = np.random.default_rng(seed)
         cache = one_sequence(("contiguous", "ring", "paged")[seed % 3])
         for _ in range(15):
-            for layer in range(2):
-                cache.append(layer, *kv(rng, 20))
-            cache.advance(20)
+            filled(cache, each=[kv(rng, 20) for _ in range(2)])
             cache.attend(0, rng.standard_normal((1, 4, 32), np.float32), num_threads=2)
             copied = cache.copy()
             if seed % 3 != 1:
@@ -481,9 +461,7 @@ def test_a_cache_can_be_looked_at_while_it_is_used(rng, kind):
         try:
             while turn < 60 or len(seen) < 20 and time.monotonic() < deadline:
                 turn += 1
-                for layer in range(2):
-                    cache.append(layer, *tokens)
-                cache.advance(100)
+                filled(cache, *tokens)
                 cache.attend(0, np.ones((1, 4, 32), np.float32))
                 if turn % 3 == 0:
                     cache.clear()
@@ -511,9 +489,7 @@ def test_a_cache_can_be_looked_at_while_it_is_used(rng, kind):
 def test_what_a_thread_drops_gets_no_call_of_another_refused(rng):
     """Sequences that are collected give their blocks back as soon as nobody is in the pool."""
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=200, dtype="int8")
-    sequence = pool.new_sequence()
-    sequence.append(0, *kv(rng, 60))
-    sequence.advance(60)
+    sequence = filled(pool.new_sequence(), *kv(rng, 60))
     dropped = [[sequence.fork() for _ in range(50)] for _ in range(3)]
 
     def drop(those):
@@ -522,8 +498,7 @@ def test_what_a_thread_drops_gets_no_call_of_another_refused(rng):
 
     def use():
         for token in np.ones((300, 2, 1, 2, 32), np.float32):
-            sequence.append(0, *token)
-            sequence.advance(1)
+            filled(sequence, *token)
 
     together(use, *[lambda those=those: drop(those) for those in dropped])
     assert len(sequence) == 360 and pool.num_sequences == 1
@@ -541,8 +516,7 @@ def test_threads_serve_requests_from_one_pool():
     def alone(own):
         cache = kvfast.KVCache(1, 2, 32, block_size=pool.block_size)
         for rows in (prompt, own):
-            cache.append(0, *rows)
-            cache.advance(rows.shape[1])
+            filled(cache, *rows)
         return cache.attend(0, q).tobytes()
 
     def serve(number):

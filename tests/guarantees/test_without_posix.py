@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 
@@ -57,8 +58,6 @@ def test_it_works_without_posix(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     outs, num_threads, names = json.loads(done.stdout)
-    cache = kvfast.KVCache(1, 2, 32, dtype="int4")
-    cache.append(0, *rows)
-    cache.advance(70)
+    cache = filled(kvfast.KVCache(1, 2, 32, dtype="int4"), *rows)
     assert outs == [cache.attend(0, rows[0, -1:]).ravel().tolist()] * 3
     assert num_threads >= 1 and names == ["cache.kv", "store"]

@@ -153,12 +153,10 @@ def fill(cache, rng, n, **known):
     if n == 0:
         return cache
     if hasattr(cache, "latent_dim"):
-        return filled(
-            cache, each=[(rng.standard_normal((n, cache.head_dim), np.float32),) for _ in range(cache.num_layers if n else 0)], **known
-        )
-    return filled(
-        cache, each=[tokens(rng, n, cache.head_dim, cache.num_kv_heads) for _ in range(cache.num_layers if n else 0)], **known
-    )
+        return filled(cache, each=[(rng.standard_normal((n, cache.head_dim), np.float32),) for _ in range(cache.num_layers)], **known)
+    shapes = zip(*(np.broadcast_to(one, cache.num_layers) for one in (cache.num_kv_heads, cache.head_dim, cache.v_head_dim)))
+    each = [[rng.standard_normal((n, heads, dim)).astype(np.float32) for dim in dims] for heads, *dims in shapes]
+    return filled(cache, each=each, **known)
 
 
 def contents(cache):

@@ -1,6 +1,7 @@
 """What children of tests do: in a module that they find by its name, however pytest was started."""
 
 import numpy as np
+from cache_kinds import fill
 
 import kvfast
 
@@ -8,11 +9,7 @@ CACHES = {}  # of the parent, for the children that are forked
 
 
 def filled(seed, dtype="int4", tokens=3000):
-    rng = np.random.default_rng(seed)
-    cache = kvfast.KVCache(1, 4, 64, dtype=dtype)
-    cache.append(0, *rng.standard_normal((2, tokens, 4, 64), np.float32))
-    cache.advance(tokens)
-    return cache
+    return fill(kvfast.KVCache(1, 4, 64, dtype=dtype), np.random.default_rng(seed), tokens)
 
 
 def queries(seed=0):

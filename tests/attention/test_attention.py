@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from cache_kinds import CENTRED, DTYPES, PLAIN
+from cache_kinds import CENTRED, DTYPES, PLAIN, fill, filled
 from reference import attention, bound, halves_bound, relative_error, ways_agree
 from selection import TIERS, pairwise
 
@@ -31,13 +31,10 @@ def normal(rng, *shape):
     return rng.standard_normal(shape, np.float32)
 
 
-def filled(rng, head_dim, length, num_kv_heads, *dtypes):
+def cache_with(rng, head_dim, length, num_kv_heads, *dtypes):
     """A cache of one format, or of two plain dtypes for keys and values."""
     names = {"dtype": dtypes[0]} if len(set(dtypes)) == 1 else {"k_dtype": dtypes[0], "v_dtype": dtypes[1]}
-    cache = kvfast.KVCache(1, num_kv_heads, head_dim, **names)
-    cache.append(0, normal(rng, length, num_kv_heads, head_dim), normal(rng, length, num_kv_heads, head_dim))
-    cache.advance(length)
-    return cache
+    return fill(kvfast.KVCache(1, num_kv_heads, head_dim, **names), rng, length)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -46,7 +43,7 @@ def test_every_dtype_and_size(isa, rng, shape):
     plain = [name.removesuffix("-plain") for name in PLAIN]
     pairs = [(name, plain[(i + 1 + length) % 5]) for i, name in enumerate(plain)] + [(dtype, dtype) for dtype in DTYPES]
     for k_dtype, v_dtype in pairs:
-        cache = filled(rng, head_dim, length, num_kv_heads, k_dtype, v_dtype)
+        cache = cache_with(rng, head_dim, length, num_kv_heads, k_dtype, v_dtype)
         q = normal(rng, n, num_q_heads, head_dim)
         out, lse = cache.attend(0, q, return_lse=True)
         expected, expected_lse = attention(q, cache.k(0), cache.v(0))
@@ -72,7 +69,7 @@ OPTIONS = [
 
 @pairwise(("isa", "dtype", "options"), TIERS, ["float32", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED], OPTIONS, ids=str)
 def test_options(isa, rng, dtype, options):
-    cache = filled(rng, 64, 300, 2, dtype, dtype)
+    cache = cache_with(rng, 64, 300, 2, dtype, dtype)
     q = normal(rng, 150, 6, 64)
     options = dict(options)
     for name in ("sinks", "alibi_slopes"):
@@ -106,7 +103,7 @@ def test_more_queries_than_keys(isa, rng, length, n, options):
 def test_queries_in_bfloat16(isa, rng, shape):
     """Queries that are bfloat16 may be multiplied as such: the results are right, and those of each are the same among others."""
     head_dim, length, n, num_kv_heads, num_q_heads = shape
-    cache = filled(rng, head_dim, length, num_kv_heads, "bfloat16", "bfloat16")
+    cache = cache_with(rng, head_dim, length, num_kv_heads, "bfloat16", "bfloat16")
     q = normal(rng, n, num_q_heads, head_dim)
     halves = q.astype(ml_dtypes.bfloat16)
     out, lse = cache.attend(0, halves, return_lse=True)
@@ -123,7 +120,7 @@ def test_queries_in_bfloat16(isa, rng, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_context_crosses_splits(rng, dtype):
-    cache = filled(rng, 64, 5000, 2, dtype, dtype)
+    cache = cache_with(rng, 64, 5000, 2, dtype, dtype)
     q = normal(rng, 2, 8, 64)
     expected, _ = attention(q, cache.k(0), cache.v(0))
     one = cache.attend(0, q, num_splits=1)
@@ -162,7 +159,7 @@ def test_chunked_prefill_and_decode_agree(isa, rng, dtype):
 
 
 def test_tiers_agree(rng):
-    cache = filled(rng, 80, 200, 2, "int8", "int4")
+    cache = cache_with(rng, 80, 200, 2, "int8", "int4")
     q = normal(rng, 3, 6, 80)
     outs = []
     for name in kvfast.available_isas():
@@ -198,7 +195,7 @@ def test_plain_arrays(isa, rng, head_dim, dtype):
 
 def test_out(rng):
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    cache = filled(rng, 32, 50, 2, "int8", "int8")
+    cache = cache_with(rng, 32, 50, 2, "int8", "int8")
     q = normal(rng, 2, 4, 32)
     expected = cache.attend(0, q)
     for kind in (np.float32, np.float16, ml_dtypes.bfloat16):
@@ -215,8 +212,7 @@ def test_a_few_queries_get_the_bits_of_each_alone(isa, rng, dtype):
     q = rng.standard_normal((16, 6, 20)).astype(np.float32)
     # 2,048 and 2,560 tokens are where the context is cut into more splits, or longer ones.
     for length in (40, 131, 1000, 2055, 2567, 2700):
-        cache.append(0, k[cache.layer_length(0) : length], v[cache.layer_length(0) : length])
-        cache.advance(length - len(cache))
+        filled(cache, k[cache.layer_length(0) : length], v[cache.layer_length(0) : length])
         for options in ({}, {"sliding_window": 100, "num_sink_tokens": 3}, {"sliding_window": 2050}, {"num_splits": 3}):
             together = cache.attend(0, q, **options)
             for i in range(16):

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS, cache_of
+from cache_kinds import FORMATS, cache_of, filled
 from reference import attention
 from selection import parametrize
 
@@ -133,9 +133,7 @@ def test_scores_of_any_size(isa, name, n):
 
 @parametrize("dtype", ["int8", "int4", "int4-plain", "int3-plain"], ["int8", "int4"])
 def test_latent_rows(isa, rng, dtype):
-    cache = kvfast.MLAKVCache(1, 64, 16, dtype=dtype)
-    cache.append(0, rng.standard_normal((300, 80)).astype(np.float32))
-    cache.advance(300)
+    cache = filled(kvfast.MLAKVCache(1, 64, 16, dtype=dtype), rng.standard_normal((300, 80)).astype(np.float32))
     k = cache.get_latent(0)[:, None]
     for n in (1, 30):
         q = rng.standard_normal((n, 20, 80)).astype(np.float32)
@@ -151,8 +149,7 @@ def test_the_bits_do_not_depend_on_threads_batches_and_other_queries(isa, rng, n
     q = rng.standard_normal((16, 8, 64)).astype(np.float32)
     pool = kvfast.PagedKVCache(1, 2, 64, 200, dtype=CODED[name])
     cache, sequence = cache_of(CODED[name], k, v), pool.new_sequence()
-    sequence.append(0, k, v)
-    sequence.advance(len(k))
+    filled(sequence, k, v)
     q[::3] *= 60  # rows that are read again
     together = cache.attend(0, q, precision="fast")
     for threads in (1, 2, 7):
@@ -226,8 +223,7 @@ def test_sequences_take_it_from_their_pool(rng):
     before, pool.precision = pool.new_sequence(), "fast"
     sequence = pool.new_sequence()
     for one in (before, sequence):
-        one.append(0, k, v)
-        one.advance(len(k))
+        filled(one, k, v)
     assert before.precision == "exact" and sequence.precision == sequence.fork().precision == "fast"
     assert np.array_equal(before.attend(0, q), sequence.attend(0, q)) != has
     batch = pool.attend_batch(0, np.tile(q[:1], (2, 1, 1)), [before, sequence])  # by the pool's
@@ -276,9 +272,7 @@ def test_small_weights_of_values_that_alternate(isa, num_queries, dtype, loud):
         v[np.arange(tokens), 0, np.arange(tokens) // period % 2] = 1
         v[::128] = 0
         v[::128, 0, 40] = loud
-        cache = kvfast.KVCache(1, 1, dim, dtype=dtype)
-        cache.append(0, k, v)
-        cache.advance(tokens)
+        cache = filled(kvfast.KVCache(1, 1, dim, dtype=dtype), k, v)
         with kvfast.use_isa(isa):
             got = cache.attend(0, np.zeros((num_queries, 1, dim), np.float32), precision="fast", causal=False)[0, 0]
         values = cache.v(0)[:, 0].astype(np.float64)

@@ -3,6 +3,7 @@
 import latent_reference
 import numpy as np
 import pytest
+from cache_kinds import filled
 from selection import parametrize
 
 import kvfast
@@ -85,9 +86,7 @@ def test_a_batch_has_the_positions_of_each_sequence_alone(isa, rng, dtype):
     sequences = []
     for length in lengths:
         sequences.append(pool.new_sequence())
-        for layer in range(2):
-            sequences[-1].append(layer, latent_reference.rows(rng, length, DIM))
-        sequences[-1].advance(length)
+        filled(sequences[-1], each=[(latent_reference.rows(rng, length, DIM),) for _ in range(2)])
     starts = np.cumsum((0, *counts))
     q, weights = latent_reference.rows(rng, 6, 20, DIM), latent_reference.rows(rng, 6, 20)
     alone = np.concatenate(

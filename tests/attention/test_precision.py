@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS, cache_of
+from cache_kinds import FORMATS, cache_of, filled
 from reference import attention, bound, relative_error
 from selection import parametrize
 
@@ -119,8 +119,7 @@ def test_one_loud_element_of_values_beside_full_rows(isa, rng, name, loud):
 def test_one_loud_element_of_latents_beside_full_rows(isa, rng, dtype, loud):
     for rows in one_loud_element(rng, loud):
         cache = kvfast.MLAKVCache(1, 512, 32, dtype=dtype)
-        cache.append(0, np.concatenate([rows, rng.standard_normal((160, 32))], 1, dtype=np.float32))
-        cache.advance(160)
+        filled(cache, np.concatenate([rows, rng.standard_normal((160, 32))], 1, dtype=np.float32))
         for n in (1, 16):
             q = rng.standard_normal((n, 20, 544)).astype(np.float32)
             q[:, :, 5] /= loud

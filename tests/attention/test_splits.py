@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cache_kinds import fill, filled
 
 import kvfast
 
@@ -9,11 +10,8 @@ THREADS = 1, 2, 3, 7, 16, 64
 TILE = 256  # most tokens between two softmax corrections
 
 
-def filled(kind, length, heads, dim, dtype, **options):
-    cache = kind(1, heads, dim, dtype=dtype, **options)
-    cache.append(0, *np.random.default_rng(length).standard_normal((2, length, heads, dim)).astype(np.float32))
-    cache.advance(length)
-    return cache
+def cache_with(length, heads, dim, dtype):
+    return fill(kvfast.KVCache(1, heads, dim, dtype=dtype), np.random.default_rng(length), length)
 
 
 def queries(tokens, heads, dim, seed=0):
@@ -26,14 +24,14 @@ def starts_of(plan):
 
 
 def test_splits_lie_at_the_same_positions():
-    cache = filled(kvfast.KVCache, 20000, 2, 64, "int8")
+    cache = cache_with(20000, 2, 64, "int8")
     for length in (20000, 4097, 4096, 1025, 1024, 1):
         cache.truncate(length)
         assert starts_of(cache.explain(0, (1, 4, 64))) == tuple(range(0, length, 1024))
 
 
 def test_windows_are_cut_where_their_context_is():
-    cache = filled(kvfast.KVCache, 20000, 2, 64, "int8")
+    cache = cache_with(20000, 2, 64, "int8")
     whole = starts_of(cache.explain(0, (1, 4, 64)))
     for window in (1, 100, 3000, 20000):
         begin = (20000 - window) // TILE * TILE
@@ -43,7 +41,7 @@ def test_windows_are_cut_where_their_context_is():
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "k8v4", "float32", "bfloat16"])
 def test_the_bits_for_any_number_of_threads(dtype):
-    cache = filled(kvfast.KVCache, 5000, 2, 64, dtype)
+    cache = cache_with(5000, 2, 64, dtype)
     for tokens, options in (
         (1, {}),
         (1, {"sinks": np.linspace(-1, 1, 6, dtype=np.float32), "softcap": 5.0}),
@@ -59,8 +57,7 @@ def test_the_bits_for_any_number_of_threads(dtype):
 
 def filled_latents(length):
     cache = kvfast.MLAKVCache(1, 128, 32, dtype="int8")
-    cache.append(0, np.random.default_rng(length).standard_normal((length, 160)).astype(np.float32))
-    cache.advance(length)
+    filled(cache, np.random.default_rng(length).standard_normal((length, 160)).astype(np.float32))
     return cache
 
 
@@ -105,7 +102,7 @@ def test_latent_rows_whose_shapes_change(num_threads):
 @pytest.mark.parametrize("length", [1030, 2050, 4155])
 def test_a_query_alone_has_the_bits_of_a_few(length, options, dtype):
     """Here some of the queries end in another split than others."""
-    cache = filled(kvfast.KVCache, length, 2, 64, dtype)
+    cache = cache_with(length, 2, 64, dtype)
     q = queries(16, 4, 64)
     together = cache.attend(0, q, **options)
     for i in range(15, -1, -1):
@@ -118,7 +115,7 @@ def test_the_last_of_a_few_queries_that_look_ahead_has_its_bits(dtype):
     """Their sink tokens lie in another split than their windows, which begin in different splits."""
     q = queries(16, 4, 64)
     for length, splits in ((280, 3), (536, 3), (1048, 0)):
-        cache = filled(kvfast.KVCache, length, 2, 64, dtype)
+        cache = cache_with(length, 2, 64, dtype)
         for window in (14, 18, 22):
             options = {"causal": False, "sliding_window": window, "num_sink_tokens": 2, "num_splits": splits}
             assert np.array_equal(cache.attend(0, q, **options)[-1:], cache.attend(0, q[-1:], **options))
@@ -126,7 +123,7 @@ def test_the_last_of_a_few_queries_that_look_ahead_has_its_bits(dtype):
 
 def test_splits_without_a_visible_token():
     """The first splits of the first query's window lie before the windows of the others."""
-    cache = filled(kvfast.KVCache, 4000, 1, 64, "float32")
+    cache = cache_with(4000, 1, 64, "float32")
     q = queries(3, 2, 64)
     k, v = cache.k(0), cache.v(0)
     expected = kvfast.attention(q, k, v, sliding_window=33, num_splits=1)
@@ -140,8 +137,7 @@ def test_batches_have_the_bits_of_their_sequences():
     lengths = 5000, 1, 600, 2500, 4096
     sequences = [pool.new_sequence() for _ in lengths]
     for sequence, length in zip(sequences, lengths, strict=True):
-        sequence.append(0, *np.random.default_rng(length).standard_normal((2, length, 2, 64)).astype(np.float32))
-        sequence.advance(length)
+        filled(sequence, *np.random.default_rng(length).standard_normal((2, length, 2, 64)).astype(np.float32))
     q = queries(len(lengths), 8, 64)
     for num_threads in THREADS:
         together = pool.attend_batch(0, q, sequences, num_threads=num_threads)

@@ -115,9 +115,7 @@ def test_the_bits_do_not_depend_on_threads_and_batches(rng, dtype):
 def test_forks_that_read_a_prefix_together(rng):
     k, v = tokens(rng, 700)
     pool, q = kvfast.PagedKVCache(1, HEADS, DIM, 80, dtype="int8"), queries(rng, 8)
-    first = pool.new_sequence()
-    first.append(0, k[:640], v[:640])
-    first.advance(640)
+    first = filled(pool.new_sequence(), k[:640], v[:640])
     members = [first, first.fork()]
     for member, extra in zip(members, (0, 30)):
         filled(member, k[640 + extra : 644 + extra], v[640 + extra : 644 + extra])

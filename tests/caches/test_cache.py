@@ -21,9 +21,7 @@ def test_stores_what_the_codec_makes(isa, rng, dtype, max_seq_len):
     cache = kvfast.KVCache(2, 2, 24, max_seq_len=max_seq_len, dtype=dtype)
     k, v = rows(rng, 600), rows(rng, 600)
     for start, stop in [(0, 1), (1, 3), (3, 63), (63, 65), (65, 600)]:
-        for layer in range(2):
-            cache.append(layer, k[start:stop] + layer, v[start:stop] - layer)
-        cache.advance(stop - start)
+        filled(cache, each=[(k[start:stop] + layer, v[start:stop] - layer) for layer in range(2)])
     for layer in range(2):
         for stored, given in ((cache.k(layer), k + layer), (cache.v(layer), v - layer)):
             if dtype in ("int8-plain", "int4-plain"):

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from cache_kinds import DIM, HEADS, LAYERS, fill, tokens
+from cache_kinds import DIM, HEADS, LAYERS, fill, filled, tokens
 
 import kvfast
 
@@ -26,9 +26,7 @@ def test_lengths_beyond_32_bits(rng):
     ring, more = far(near, 1 << 33), 1 << 33
     new = [tokens(rng, 50) for _ in range(LAYERS)]
     for one in (near, ring):
-        for layer, rows in enumerate(new):
-            one.append(layer, *rows)
-        one.advance(50)
+        filled(one, each=new)
     assert len(ring) == ring.layer_length(0) == 350 + more and np.array_equal(ring.positions(1), near.positions(1) + more)
     q = rng.standard_normal((3, 4, DIM), np.float32)
     assert np.array_equal(ring.attend(0, q), near.attend(0, q)) and np.array_equal(ring.k(0), near.k(0))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 from latent_reference import DTYPES, oracle, rows
 from reference import bound, halves_bound, relative_error
 
@@ -21,9 +22,7 @@ SHAPES = [
 
 def make(rng, latent_dim, rope_dim, context, dtype="int8", num_layers=1, **options):
     cache = kvfast.MLAKVCache(num_layers, latent_dim, rope_dim, dtype=dtype, **options)
-    for layer in range(num_layers):
-        cache.append(layer, rows(rng, context, latent_dim + rope_dim))
-    cache.advance(context)
+    filled(cache, each=[(rows(rng, context, latent_dim + rope_dim),) for _ in range(num_layers)])
     return cache
 
 
@@ -153,9 +152,7 @@ def test_going_back_and_keeping(tmp_path, rng, dtype, rope_dim):
     copy = cache.copy()
     cache.truncate(70)
     assert np.array_equal(cache.get_latent(2), latents[2][:70])
-    for layer in range(3):
-        cache.append(layer, rows(rng, 9, 48 + rope_dim))
-    cache.advance(9)
+    filled(cache, each=[(rows(rng, 9, 48 + rope_dim),) for _ in range(3)])
     assert len(cache) == 79 and len(copy) == 150
     cache.restore(snapshot)
     other = kvfast.MLAKVCache(3, 48, rope_dim, dtype=dtype)
@@ -167,9 +164,7 @@ def test_going_back_and_keeping(tmp_path, rng, dtype, rope_dim):
         assert isinstance(one, kvfast.MLAKVCache) and len(one) == 150
         assert np.array_equal(one.attend(1, q), before)
         assert all(np.array_equal(one.get_latent(layer), latents[layer]) for layer in range(3))
-        for layer in range(3):
-            one.append(layer, rows(rng, 1, 48 + rope_dim))
-        one.advance()
+        filled(one, each=[(rows(rng, 1, 48 + rope_dim),) for _ in range(3)])
     assert kvfast.load(path, max_seq_len=400).max_seq_len == 400
     keys, values = snapshot.to_arrays()
     assert np.array_equal(np.concatenate((keys[2], values[2]), axis=1), latents[2])
@@ -186,9 +181,7 @@ def test_sizes(rng):
     assert kvfast.MLAKVCache(1, 512, 64, dtype="bfloat16").bytes_per_token == 1152
     assert kvfast.MLAKVCache(1, 512, 0, dtype="bfloat16").bytes_per_token == 1024
     assert repr(cache).startswith("MLAKVCache(int8, 2 layers x (512 + 64), 0/128 tokens")
-    for layer in range(2):
-        cache.append(layer, rows(rng, 128, 576))
-    cache.advance(128)
+    filled(cache, each=[(rows(rng, 128, 576),) for _ in range(2)])
     with pytest.raises(kvfast.CacheFullError):
         cache.append(0, rows(rng, 1, 576))
     plan = cache.explain(0, (1, 128, 576))

@@ -1,7 +1,8 @@
-"""PagedMLAKVCache: batches of sequences of latent rows. The machine in test_paged_machine.py does the rest."""
+"""PagedMLAKVCache: batches of sequences of latent rows."""
 
 import numpy as np
 import pytest
+from cache_kinds import fill
 from latent_reference import DTYPES, oracle, rows
 from reference import bound, relative_error, ways_agree
 
@@ -16,21 +17,13 @@ def new_pool(num_blocks=64, layers=1, rope_dim=ROPE, **options):
     return kvfast.PagedMLAKVCache(layers, LATENT, rope_dim, num_blocks, **{"block_size": 32} | options)
 
 
-def filled(pool, rng, n, token_ids=None):
-    sequence = pool.new_sequence()
-    for layer in range(pool.num_layers):
-        sequence.append(layer, rows(rng, n, pool.head_dim))
-    sequence.advance(n, token_ids)
-    return sequence
-
-
 @pytest.mark.parametrize("rope_dim", [0, ROPE])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, block_size, rope_dim):
     pool = new_pool(1600 // block_size, rope_dim=rope_dim, block_size=block_size, dtype=dtype)
     lengths, counts = [1, 17, 200, 64, 333], [1, 5, 1, 30, 1]
-    sequences = [filled(pool, rng, n) for n in lengths]
+    sequences = [fill(pool.new_sequence(), rng, n) for n in lengths]
     caches = [kvfast.MLAKVCache(1, LATENT, rope_dim, dtype=dtype) for _ in lengths]
     for sequence, cache in zip(sequences, caches):
         cache.restore(sequence.snapshot())
@@ -55,8 +48,8 @@ def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, bloc
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shared_prefixes_are_read_once(isa, rng, dtype, heads):
     pool = new_pool(dtype=dtype)
-    system = filled(pool, rng, 700)
-    sequences = [system.fork() for _ in range(3)] + [filled(pool, rng, 90)]
+    system = fill(pool.new_sequence(), rng, 700)
+    sequences = [system.fork() for _ in range(3)] + [fill(pool.new_sequence(), rng, 90)]
     counts, bounds = [1, 2, 1, 1], [0, 1, 3, 4, 5]
     pool.append_batch(0, rows(rng, 5, pool.head_dim), pool.slot_mapping(sequences, counts))
     q = rows(rng, 5, heads, pool.head_dim)
@@ -79,7 +72,7 @@ def test_shared_prefixes_are_read_once(isa, rng, dtype, heads):
 def test_between_paged_and_contiguous(tmp_path, rng, dtype, rope_dim):
     pool, other = (new_pool(layers=2, rope_dim=rope_dim, dtype=dtype) for _ in range(2))
     ids, q = rng.integers(0, 1000, 150), rows(rng, 2, 20, pool.head_dim)
-    sequence = filled(pool, rng, 150, ids)
+    sequence = fill(pool.new_sequence(), rng, 150, token_ids=ids)
     expected = [(sequence.get_latent(layer), sequence.attend(layer, q)) for layer in range(2)]
     path = tmp_path / "latents.safetensors"
     sequence.save(path)
@@ -115,7 +108,7 @@ def test_between_paged_and_contiguous(tmp_path, rng, dtype, rope_dim):
 def test_forks_and_prefixes(rng):
     pool = new_pool(8, block_size=32)
     ids = rng.integers(0, 1000, 70)
-    parent = filled(pool, rng, 70, ids)
+    parent = fill(pool.new_sequence(), rng, 70, token_ids=ids)
     child, before = parent.fork(), parent.get_latent(0)
     assert isinstance(child, MLASequence) and pool.usage == 3 / 8
     child.append(0, rows(rng, 1, pool.head_dim))
@@ -159,7 +152,7 @@ def test_sizes_and_names(rng):
     assert pool.bytes_per_token == kvfast.MLAKVCache(2, LATENT, ROPE).bytes_per_token == 2 * (64 + 8)
     assert pool.capacity() == 8 * 32 and pool.is_paged
     assert repr(pool).startswith("PagedMLAKVCache(int8, 2 layers x (48 + 16), 0/8 blocks of 32")
-    sequence = filled(pool, rng, 40)
+    sequence = fill(pool.new_sequence(), rng, 40)
     assert sequence.pool is pool and sequence.is_paged and sequence.nbytes == 2 * pool.bytes_per_token * 32
     assert repr(sequence) == "MLASequence(int8, 2 layers x (48 + 16), 40 tokens in 2 blocks)"
     assert pool.seq_lens([sequence]).tolist() == [40] and pool.can_append(192) and not pool.can_append(193)
@@ -167,7 +160,7 @@ def test_sizes_and_names(rng):
 
 def test_refused(rng):
     pool, stranger = new_pool(8), new_pool(8).new_sequence()
-    sequence = filled(pool, rng, 20)
+    sequence = fill(pool.new_sequence(), rng, 20)
     before, slots = sequence.get_latent(0), pool.slot_mapping([sequence], 2)
     for shape in [(2, 63), (2, 48), (2, 1, 64), (0, 64)]:
         with pytest.raises(kvfast.DimensionMismatchError, match=r"48 \+ 16"):
@@ -222,7 +215,7 @@ def test_refused(rng):
 
 def test_compression(rng):
     pool, other = new_pool(32, dtype="float32"), kvfast.MLAKVCache(1, LATENT, ROPE, dtype="float32")
-    sequence, target = filled(pool, rng, 300), pool.new_sequence()
+    sequence, target = fill(pool.new_sequence(), rng, 300), pool.new_sequence()
     compressor = kvfast.KVCacheCompressor(kvfast.Quantize(8))
     compressed = compressor.compress_cache(sequence, 0)
     compressor.decompress_to_cache(compressed, target, 0)

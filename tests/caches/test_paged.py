@@ -5,20 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from cache_kinds import CENTRED, DTYPES, seals
+from attention_rows import DIM, HEADS, queries, tokens
+from cache_kinds import CENTRED, DTYPES, fill, filled, seals
 from reference import attention, bound, relative_error, ways_agree
 
 import kvfast
-
-HEADS, DIM = 2, 32
-
-
-def tokens(rng, n):
-    return rng.standard_normal((2, n, HEADS, DIM)).astype(np.float32)
-
-
-def queries(rng, n, group=3):
-    return rng.standard_normal((n, HEADS * group, DIM)).astype(np.float32)
 
 
 def new_pool(num_blocks=32, layers=1, **options):
@@ -28,20 +19,6 @@ def new_pool(num_blocks=32, layers=1, **options):
     if not kvfast.KVFormat.of(options.get("dtype", "int8")).seals:
         options = {"block_size": 32} | options
     return kvfast.PagedKVCache(layers, HEADS, DIM, num_blocks, **options)
-
-
-def filled(pool, rng, n, token_ids=None):
-    sequence = pool.new_sequence()
-    if n:
-        sequence.append(0, *tokens(rng, n))
-        sequence.advance(n, token_ids)
-    return sequence
-
-
-def filled_with(pool, k, v):
-    sequence = pool.new_sequence()
-    sequence.append(0, k, v)
-    return sequence
 
 
 @pytest.mark.parametrize(
@@ -55,8 +32,7 @@ def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, bloc
     for sequence, cache, n in zip(sequences, caches, lengths):
         k, v = tokens(rng, n)
         for one in (sequence, cache):
-            one.append(0, k, v)
-            one.advance(n)
+            filled(one, k, v)
     k, v = tokens(rng, sum(counts))
     q = queries(rng, sum(counts))
     slots = pool.slot_mapping(sequences, counts)
@@ -90,8 +66,7 @@ def test_float_tokens_are_those_of_the_sequence(isa, rng, block_size, secure):
     for constant in [100, *range(1000, 1006)]:
         sequences[constant] = sequence = pool.new_sequence()
         k = tokens(rng, 2 * block_size + 3)[0]
-        sequence.append(0, k, np.full_like(k, constant))
-        sequence.advance(len(k))
+        filled(sequence, k, np.full_like(k, constant))
     for constant, sequence in sequences.items():
         assert np.allclose(sequence.attend(0, q), constant, rtol=1e-3)
         fork = sequence.fork()
@@ -103,11 +78,9 @@ def test_float_tokens_are_those_of_the_sequence(isa, rng, block_size, secure):
 def test_shared_prefixes_are_read_once(isa, rng, dtype):
     """Two levels of sharing: a system prompt, and a question that some have in common."""
     pool = new_pool(256, dtype=dtype)
-    system = filled(pool, rng, 700)
-    question = system.fork()
-    question.append(0, *tokens(rng, 400))
-    question.advance(400)
-    sequences = [system.fork() for _ in range(3)] + [question.fork() for _ in range(4)] + [filled(pool, rng, 90)]
+    system = fill(pool.new_sequence(), rng, 700)
+    question = fill(system.fork(), rng, 400)
+    sequences = [system.fork() for _ in range(3)] + [question.fork() for _ in range(4)] + [fill(pool.new_sequence(), rng, 90)]
     counts = [1, 2, 1, 1, 1, 3, 1, 1]
     slots = pool.slot_mapping(sequences, counts)
     pool.append_batch(0, *tokens(rng, sum(counts)), slots)
@@ -130,7 +103,7 @@ def test_shared_prefixes_are_read_once(isa, rng, dtype):
 @pytest.mark.parametrize("dtype", ["int8", CENTRED])
 def test_forks_copy_a_block_when_they_write_to_it(rng, dtype):
     pool = new_pool(dtype=dtype)
-    parent = filled(pool, rng, 70)  # 3 blocks, the last with 6 tokens
+    parent = fill(pool.new_sequence(), rng, 70)  # 3 blocks, the last with 6 tokens
     child = parent.fork()
     assert pool.num_blocks - pool.num_free_blocks == 3
     before = parent.k(0)
@@ -152,7 +125,7 @@ def test_forks_copy_a_block_when_they_write_to_it(rng, dtype):
 
 def test_forks_of_long_sequences_take_no_memory(rng):
     pool = new_pool(4, block_size=256)
-    parent = filled(pool, rng, 1000)
+    parent = fill(pool.new_sequence(), rng, 1000)
     forks = [parent.fork() for _ in range(50)]
     assert pool.num_free_blocks == 0 and parent.nbytes == forks[7].nbytes
     assert not parent.can_append(1)  # its last block is shared, and there is no other
@@ -163,7 +136,7 @@ class TestPrefixes:
     def test_found_with_their_keys(self, rng, dtype):
         pool = new_pool(16, dtype=dtype)
         ids = rng.integers(0, 1000, 100)
-        first = filled(pool, rng, 100, ids)
+        first = fill(pool.new_sequence(), rng, 100, token_ids=ids)
         if seals(dtype):
             first.append(0, *tokens(rng, 20))  # whose tokens have lost their float rows: found blocks do not have them
             first.advance(20, range(20))
@@ -180,11 +153,10 @@ class TestPrefixes:
     def test_salts_keep_tenants_apart(self, rng):
         pool = new_pool(16)
         ids = rng.integers(0, 1000, 64)
-        filled(pool, rng, 64, ids)
+        fill(pool.new_sequence(), rng, 64, token_ids=ids)
         assert len(pool.match_prefix(np.r_[ids, 1], salt=b"a")) == 0
         with pool.match_prefix(np.r_[ids, 1], salt=b"a") as other:
-            other.append(0, *tokens(rng, 64))
-            other.advance(64, ids)
+            fill(other, rng, 64, token_ids=ids)
             assert len(pool.match_prefix(np.r_[ids, 1], salt=b"a")) == 64
             assert len(pool.match_prefix(np.r_[ids, 1], salt=b"b")) == 0
 
@@ -198,10 +170,10 @@ class TestPrefixes:
         pool = new_pool(6)
         prompts = [rng.integers(0, 1000, 64) for _ in range(3)]
         for ids in prompts:
-            filled(pool, rng, 64, ids).free()
+            fill(pool.new_sequence(), rng, 64, token_ids=ids).free()
         assert pool.num_free_blocks == 6 and pool.num_cached_blocks == 6
         pool.match_prefix(np.r_[prompts[0], 1]).free()  # now the most recently used
-        kept = filled(pool, rng, 96)
+        kept = fill(pool.new_sequence(), rng, 96)
         assert pool.num_cached_blocks == 3
         assert [len(pool.match_prefix(np.r_[ids, 1])) for ids in prompts] == [64, 0, 32]
         kept.free()
@@ -209,21 +181,17 @@ class TestPrefixes:
     def test_a_known_block_is_never_overwritten(self, rng):
         pool = new_pool(8)
         ids = rng.integers(0, 1000, 64)
-        first = filled(pool, rng, 64, ids)
+        first = fill(pool.new_sequence(), rng, 64, token_ids=ids)
         stored = first.k(0)
         first.truncate(40)
-        first.append(0, *tokens(rng, 24))
-        first.advance(24, np.arange(24))
+        fill(first, rng, 24, token_ids=np.arange(24))
         with pool.match_prefix(np.r_[ids, 1]) as second:
             assert np.array_equal(second.k(0), stored)
 
     def test_tokens_without_ids_end_it(self, rng):
         pool = new_pool(8)
-        sequence = filled(pool, rng, 10, np.arange(10))
-        sequence.append(0, *tokens(rng, 1))
-        sequence.advance(1)
-        sequence.append(0, *tokens(rng, 60))
-        sequence.advance(60, np.arange(60))
+        sequence = fill(fill(pool.new_sequence(), rng, 10, token_ids=np.arange(10)), rng, 1)
+        fill(sequence, rng, 60, token_ids=np.arange(60))
         assert pool.num_cached_blocks == 0
 
 
@@ -263,7 +231,7 @@ class TestForeignTables:
             pool.append_batch(0, k, bad, [0, 1, 2])
         assert not pool._batches.is_external  # nothing was written
         q = queries(rng, 1)
-        sequence = filled(pool, rng, 40)
+        sequence = fill(pool.new_sequence(), rng, 40)
         table = pool.block_table([sequence])
         for options, error, message in [
             ({"seq_lens": [65]}, ValueError, "between 0 and the 64 tokens"),
@@ -296,7 +264,7 @@ class TestForeignTables:
         with pytest.raises(ValueError, match=match):
             pool.write_batch(0, np.ones((3, 8 * DIM), np.float32), [5, 6, 7])
         assert not pool._batches.is_external
-        sequence = filled(pool, rng, 40)
+        sequence = fill(pool.new_sequence(), rng, 40)
         expected = sequence.attend(0, q)
         with pytest.raises(ValueError, match=match):
             pool.append_batch(0, k, v, np.arange(3) + 7 * pool.block_size)
@@ -308,7 +276,7 @@ class TestForeignTables:
 class TestRefused:
     def test_slots_must_be_the_next_of_their_sequence(self, rng):
         pool = new_pool(8)
-        a, b = filled(pool, rng, 10), filled(pool, rng, 40)
+        a, b = fill(pool.new_sequence(), rng, 10), fill(pool.new_sequence(), rng, 40)
         k, v = tokens(rng, 3)
         slots = pool.slot_mapping([a, b], [2, 1])
         for wrong in (slots + 1, slots[::-1], slots[[0, 0, 2]], np.r_[slots[:2], 7 * 32], np.r_[slots[:2], b.block_indices()[0] * 32]):
@@ -338,7 +306,7 @@ class TestRefused:
             a.truncate(4)
             with pytest.raises(ValueError, match="shared since"):
                 pool.append_batch(0, k[:4], v[:4], slots[4:8])
-            assert np.array_equal(b.k(0)[4:], filled_with(pool, k, v).k(0)[4:])
+            assert np.array_equal(b.k(0)[4:], filled(pool.new_sequence(), k, v).k(0)[4:])
         with pytest.raises(ValueError, match="ask it for slots again"):
             pool.append_batch(0, k[:4], v[:4], slots[4:8])
 
@@ -354,7 +322,7 @@ class TestRefused:
 
     def test_full_pools_change_nothing(self, rng):
         pool = new_pool(4)
-        a, b, c = filled(pool, rng, 31), filled(pool, rng, 32), filled(pool, rng, 32)
+        a, b, c = fill(pool.new_sequence(), rng, 31), fill(pool.new_sequence(), rng, 32), fill(pool.new_sequence(), rng, 32)
         with pytest.raises(kvfast.CacheFullError, match="2 blocks of 32 tokens are needed, and 1 of 4 are free") as error:
             pool.slot_mapping([a, b, c])
         assert (error.value.needed, error.value.free) == (2, 1)
@@ -370,7 +338,7 @@ class TestRefused:
 
     def test_freed_and_foreign_sequences(self, rng):
         pool, other = new_pool(4), new_pool(4)
-        sequence, stranger = filled(pool, rng, 5), filled(other, rng, 5)
+        sequence, stranger = fill(pool.new_sequence(), rng, 5), fill(other.new_sequence(), rng, 5)
         q = queries(rng, 1)
         with pytest.raises(ValueError, match="not a sequence of this pool"):
             pool.attend_batch(0, q, [stranger])
@@ -397,7 +365,7 @@ class TestRefused:
 
     def test_forgotten_sequences_give_their_blocks_back(self, rng):
         pool = new_pool(4)
-        sequence = filled(pool, rng, 100)
+        sequence = fill(pool.new_sequence(), rng, 100)
         assert pool.num_free_blocks == 0
         del sequence
         gc.collect()
@@ -405,7 +373,7 @@ class TestRefused:
 
     def test_sequences_forgotten_while_the_pool_is_busy(self, rng):
         pool, q = new_pool(4), queries(rng, 1)
-        forgotten, kept = [filled(pool, rng, 60)], filled(pool, rng, 5)
+        forgotten, kept = [fill(pool.new_sequence(), rng, 60)], fill(pool.new_sequence(), rng, 5)
 
         class Query:
             def __array__(self, dtype=None, copy=None):
@@ -464,19 +432,16 @@ def test_a_prefix_as_computed(rng, dtype, window):
     size, ids = pool.block_size, list(range(700))
     k, v = tokens(rng, 700)
     with pool.new_sequence() as first:
-        first.append(0, k, v)
-        first.advance(700, ids)
+        filled(first, k, v, token_ids=ids)
     for n in (1, size, size + 1, 200, 2 * size + 16, 2 * size + 17, 321, 500):
         found = pool.match_prefix(ids[:n], as_computed=True)
         computed, at = pool.new_sequence(), len(found)
         assert max(0, n - 1 - 2 * size - kvfast.KVFormat.of(dtype).open_tokens) <= at <= len(pool.match_prefix(ids[:n]))
         for sequence in (found, computed):
             start = len(sequence)
-            sequence.append(0, k[start:n], v[start:n])
-            sequence.advance(n - start)
+            filled(sequence, k[start:n], v[start:n])
             for _ in range(3):
-                sequence.append(0, k[-3:], v[-3:])
-                sequence.advance(3)
+                filled(sequence, k[-3:], v[-3:])
         q = queries(rng, 5)[: min(5, n)]
         assert np.array_equal(found.attend(0, q), computed.attend(0, q))
 

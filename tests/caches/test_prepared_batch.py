@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 from kvfast.storage.batches.prepared_batch import PreparedBatch
@@ -175,9 +176,7 @@ def test_a_stale_batch_reads_nothing_that_is_gone(rng):
     with pytest.raises(ValueError, match="a slot that no sequence has"):
         pool.append_batch(0, q, q, batch)
     k = rng.standard_normal((120, HEADS, DIM), np.float32)
-    for layer in range(LAYERS):
-        sequence.append(layer, k, k)
-    sequence.advance(120)
+    filled(sequence, k, k)
     kept = sequence.k(0)
     with pytest.raises(ValueError, match="did not give out for writing|next to be written|a slot that no sequence has"):
         pool.append_batch(0, q, q, batch)

@@ -51,9 +51,7 @@ def test_memory_stays_constant_and_prompts_give_theirs_back(rng, dtype):
     k, v = tokens(rng, 4000)
 
     def run(n):
-        for layer in (0, 1):
-            ring.append(layer, k[:n], v[:n])
-        ring.advance(n)
+        filled(ring, k[:n], v[:n])
 
     run(256)
     for _ in range(100):  # until the prompt's tokens are codes
@@ -79,9 +77,7 @@ def test_layers_with_and_without_window(rng):
     ring = kvfast.RingKVCache(3, 2, 64, sliding_window=[32, None, 100], num_sink_tokens=2, dtype="float32")
     k, v = tokens(rng, 400)
     for start in range(0, 400, 40):
-        for layer in range(3):
-            ring.append(layer, k[start : start + 40], v[start : start + 40])
-        ring.advance(40)
+        filled(ring, k[start : start + 40], v[start : start + 40])
     assert ring.sliding_window == (32, None, 100)
     assert [len(ring.positions(layer)) for layer in range(3)] == [34, 400, 102]
     q = rng.standard_normal((1, 4, 64)).astype(np.float32)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_kinds import SEALING, UNSEALED
+from cache_kinds import SEALING, UNSEALED, filled
 from pool_buffers import CANARY, outside, strided
 from reference import attention, relative_error
 from selection import on_tiers
@@ -318,10 +318,7 @@ def test_blocks_come_from_another_pool(isa, rng, name):
     late = other.new(blocks)
     late.length = 3 * size
     # Tokens that are taken back far enough have codes alone.
-    longer = one.cache.copy()
-    for layer, (k, v) in enumerate(rows(rng, 2 * size)):
-        longer.append(layer, k, v)
-    longer.advance(2 * size)
+    longer = filled(one.cache.copy(), each=rows(rng, 2 * size))
     longer.truncate(3 * size)
     late.cache.restore(longer.snapshot())
     for count in (1, 40, 1, 100):

@@ -21,6 +21,7 @@ from cache_kinds import (
     RINGS,
     contents,
     fill,
+    filled,
     make,
     same,
     seals,
@@ -64,9 +65,7 @@ def test_restored_cache_goes_on_like_the_first_time(rng, kind, dtype):
     snapshot, more = cache.snapshot(), [[tokens(rng, 70) for _ in range(LAYERS)] for _ in range(2)]
 
     def go_on():
-        for layer in range(LAYERS):
-            cache.append(layer, *more[0][layer])
-        cache.advance(70)
+        filled(cache, each=more[0])
         return contents(cache)
 
     first = go_on()
@@ -436,10 +435,7 @@ def test_no_pickling_but_copies(rng, kind):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_to_arrays_and_from_arrays(rng, dtype):
     given = [tokens(rng, 130) for _ in range(LAYERS)]
-    cache = kvfast.KVCache(LAYERS, HEADS, DIM, dtype=dtype)
-    for layer, (k, v) in enumerate(given):
-        cache.append(layer, k, v)
-    cache.advance(130)
+    cache = filled(kvfast.KVCache(LAYERS, HEADS, DIM, dtype=dtype), each=given)
     keys, values = cache.snapshot().to_arrays()
     for layer in range(LAYERS):
         assert keys[layer].shape == values[layer].shape == (130, HEADS * DIM) and keys[layer].dtype == np.float32
@@ -597,9 +593,7 @@ def test_truncate_keeps_the_bytes_of_what_stays(rng, dtype, owner):
         def extended(cache, n, given=given):
             start = len(cache)
             if n > start:
-                for layer in range(LAYERS):
-                    cache.append(layer, given[layer][0][start:n], given[layer][1][start:n])
-                cache.advance(n - start)
+                filled(cache, each=[(given[layer][0][start:n], given[layer][1][start:n]) for layer in range(LAYERS)])
             return cache
 
         extended(cache, 100)
@@ -710,9 +704,7 @@ def test_restored_ids_make_blocks_findable(rng):
         assert len(found) == 96 and pool.num_cached_blocks == 3
         assert np.array_equal(found.k(0), cache.k(0)[:96]) and np.array_equal(found.v(1), cache.v(1)[:96])
         # and the sequence goes on naming its tokens
-        for layer in range(LAYERS):
-            sequence.append(layer, *tokens(rng, 28))
-        sequence.advance(28, token_ids=np.arange(28))
+        fill(sequence, rng, 28, token_ids=np.arange(28))
         assert len(pool.match_prefix([*ids, *range(29)])) == 128
         assert sequence.snapshot().token_ids.tolist() == [*ids, *range(28)]
         sequence.restore(cache.snapshot())  # without ids nothing is known
@@ -725,18 +717,13 @@ def test_empty_snapshot_leaves_ids_possible(rng):
     pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=16, block_size=32, dtype="int8")
     sequence = fill(pool.new_sequence(), rng, 10)
     sequence.restore(make("growing", "int8").snapshot())
-    for layer in range(LAYERS):
-        sequence.append(layer, *tokens(rng, 40))
-    sequence.advance(40, token_ids=range(40))
+    fill(sequence, rng, 40, token_ids=range(40))
     assert len(pool.match_prefix(range(40))) == 32
 
 
 def test_sequence_snapshot_knows_its_tokens_and_truncates_them(rng):
     pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=16, block_size=32, dtype="int8")
-    sequence = pool.new_sequence()
-    for layer in range(LAYERS):
-        sequence.append(layer, *tokens(rng, 70))
-    sequence.advance(70, token_ids=range(70))
+    sequence = fill(pool.new_sequence(), rng, 70, token_ids=range(70))
     snapshot = sequence.snapshot()
     assert snapshot.token_ids.tolist() == list(range(70))
     sequence.truncate(33)
@@ -878,9 +865,7 @@ def test_ring_far_along(rng, dtype):
     assert np.array_equal(moved.k(0), ring.k(0))
     more = [tokens(rng, 200) for _ in range(LAYERS)]
     for cache in (ring, moved):
-        for layer in range(LAYERS):
-            cache.append(layer, *more[layer])
-        cache.advance(200)
+        filled(cache, each=more)
     assert same(contents(moved)[1:], contents(ring)[1:])
     # Distances are those of integers: float32 does not hold all positions beyond 2**24.
     slopes = np.array([0.5, 0.1, 0.01, 1.0], np.float32)
@@ -906,9 +891,7 @@ def test_restore_is_no_dearer_with_many_layers(rng, kind):
         "sequence": lambda: kvfast.PagedKVCache(64, 1, 16, 32, dtype=formats).new_sequence(),
     }[kind]()
     k, v = rng.standard_normal((2, 100, 1, 16), np.float32)
-    for layer in range(64):
-        cache.append(layer, k, v)
-    cache.advance(100)
+    filled(cache, k, v)
     snapshot = cache.snapshot()
     best = interleaved([cache.snapshot, lambda: cache.restore(snapshot)], 300).min(0)
     assert best[1] < 15 * best[0], best
@@ -962,10 +945,7 @@ def test_a_snapshot_of_another_format_is_converted_if_asked(rng, kind, source, t
             cache.restore(snapshot)
         assert same(contents(cache), before)
     cache.restore(snapshot, convert=True)
-    expected = make(kind, target)
-    for layer in range(LAYERS):
-        expected.append(layer, given.k(layer), given.v(layer))
-    expected.advance(30)
+    expected = filled(make(kind, target), each=[(given.k(layer), given.v(layer)) for layer in range(LAYERS)])
     if source != target:
         assert same(cache, expected)
     else:
@@ -983,9 +963,7 @@ def test_what_cannot_be_converted(rng):
     with pytest.raises(kvfast.IncompatibleSnapshotError, match="kind"):
         other.restore(fill(make("growing", "int8"), rng, 10).snapshot(), convert=True)
     assert same(contents(other), before)
-    large = kvfast.KVCache(1, 1, 16, dtype="float32")
-    large.append(0, *np.full((2, 3, 1, 16), 1e6, np.float32))
-    large.advance(3)
+    large = filled(kvfast.KVCache(1, 1, 16, dtype="float32"), *np.full((2, 3, 1, 16), 1e6, np.float32))
     cache = kvfast.KVCache(1, 1, 16, dtype="float16")
     with pytest.raises(kvfast.NonFiniteInputError):
         cache.restore(large.snapshot(), convert=True)
@@ -996,7 +974,6 @@ def test_latent_rows_are_converted(rng):
     for rope_dim in (0, 8, 32):
         rows = rng.standard_normal((40, 32 + rope_dim)).astype(np.float32)
         given, cache = kvfast.MLAKVCache(1, 32, rope_dim, dtype="float32"), kvfast.MLAKVCache(1, 32, rope_dim, dtype="int8")
-        given.append(0, rows)
-        given.advance(40)
+        filled(given, rows)
         cache.restore(given.snapshot(), convert=True)
         assert np.abs(cache.get_latent(0) - rows).max() < 0.05

@@ -461,11 +461,9 @@ def test_prompt_caches_refuse_a_spliced_cache(tmp_path):
     pool.use_prompt_cache(prompts)
     sequence = pool.new_sequence()
     k = np.ones((600, HEADS, DIM), np.float32)
-    sequence.append(0, k, k)
-    sequence.advance(600, token_ids=np.arange(600))
+    filled(sequence, k, k, token_ids=np.arange(600))
     sequence.drop(100, 200, rope=None)
-    sequence.append(0, k[:300], k[:300])
-    sequence.advance(300, token_ids=np.arange(300))
+    filled(sequence, k[:300], k[:300], token_ids=np.arange(300))
     sequence.free()
     assert pool.num_free_blocks == pool.num_blocks
     found = pool.match_prefix(np.arange(600))
@@ -475,17 +473,14 @@ def test_prompt_caches_refuse_a_spliced_cache(tmp_path):
 def test_a_prefix_is_not_found_in_what_was_dropped():
     pool = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=60, dtype="float32")
     sequence, k = pool.new_sequence(), np.arange(300, dtype=np.float32)[:, None, None] + np.zeros((300, HEADS, DIM), np.float32)
-    sequence.append(0, k, k)
-    sequence.advance(300, token_ids=np.arange(300))
+    filled(sequence, k, k, token_ids=np.arange(300))
     sequence.drop(32, 96, rope=None)
-    sequence.append(0, k[:100], k[:100])
-    sequence.advance(100, token_ids=np.arange(100))
+    filled(sequence, k[:100], k[:100], token_ids=np.arange(100))
     for tokens in (np.arange(300), np.concatenate((np.arange(32), np.arange(96, 300)))):
         with pool.match_prefix(tokens) as found:
             assert np.array_equal(found.k(0)[:, 0, 0], tokens[: len(found)])
     sequence.drop(0, len(sequence), rope=None)
-    sequence.append(0, k[:64] + 1000, k[:64])
-    sequence.advance(64, token_ids=np.arange(1000, 1064))
+    filled(sequence, k[:64] + 1000, k[:64], token_ids=np.arange(1000, 1064))
     with pool.match_prefix(np.arange(1000, 1100)) as found:
         assert np.array_equal(found.k(0)[:, 0, 0], np.arange(1000, 1064))
 
@@ -499,8 +494,7 @@ def test_the_ids_of_a_spliced_snapshot_make_no_block_known():
     assert pool.num_cached_blocks == 0
     again = pool.restore(sequence.snapshot(token_ids=np.arange(80)))
     k = np.ones((40, HEADS, DIM), np.float32)
-    again.append(0, k, k)
-    again.advance(40, token_ids=np.arange(40))
+    filled(again, k, k, token_ids=np.arange(40))
     assert pool.num_cached_blocks == 0
     assert len(pool.match_prefix(np.arange(80))) == 0
 
@@ -540,9 +534,7 @@ def test_a_refused_drop_of_a_secure_pool_takes_no_block():
     pool = kvfast.PagedKVCache(1, 1, 16, num_blocks=4, block_size=16, dtype="int8", secure=True)
     sequence = filled(pool.new_sequence(), *rows(48))
     fork = sequence.fork()
-    known = pool.new_sequence()
-    known.append(0, *rows(16))
-    known.advance(16, range(16))
+    known = filled(pool.new_sequence(), *rows(16), token_ids=range(16))
     known.free()
     with pytest.raises(kvfast.CacheFullError) as told:
         sequence.drop(5, 20, rope=None)

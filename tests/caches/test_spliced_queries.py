@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cache_kinds import FORMATS
+from cache_kinds import FORMATS, filled
 from reference import relative_error
 from rotated_reference import HEADS, Model
 from selection import parametrize
@@ -126,8 +126,7 @@ def test_a_branch_is_kept(dtype, counted):
     assert len(tree) == len(alone) and tree.layer_length(0) == alone.layer_length(0) == length + 4
     assert np.array_equal(tree.k(0), alone.k(0)) and np.array_equal(tree.v(0), alone.v(0))
     for one in (tree, alone):
-        one.append(0, k[:1], v[:1])
-        one.advance(1 if counted else 5)
+        filled(one, k[:1], v[:1])
     q = rng.standard_normal((2, 3 * HEADS, 32)).astype(np.float32)
     assert np.array_equal(tree.attend(0, q), alone.attend(0, q))
 

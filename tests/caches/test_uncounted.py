@@ -48,9 +48,7 @@ def test_forks_and_copies_have_all_tokens(kind, dtype, name, rng):
     other.advance(90)
     assert same(cache, other)
     new = [tokens(rng, 20) for _ in range(LAYERS)]
-    for layer, rows in enumerate(new):
-        other.append(layer, *rows)
-    other.advance(20)
+    filled(other, each=new)
     cache.truncate(115)
     assert len(other) == 140 and len(cache) == 115
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_kinds import DIM, DTYPES, HEADS, KINDS, LAYERS, fill, make, tokens
+from cache_kinds import DIM, DTYPES, HEADS, KINDS, LAYERS, fill, filled, make, tokens
 from file_reader import FLOATS, SIMD, Reader
 
 import kvfast
@@ -41,20 +41,11 @@ def cut(cache, rng, n, *, loud=1.0):
     """A cache that went back into a sealed block; where louder keys follow, it is patched."""
     fill(cache, rng, 150)
     cache.truncate(100)
-    for layer in range(LAYERS if n else 0):
-        k, v = tokens(rng, n)
-        cache.append(layer, k * np.float32(loud), v)
-    if n:
-        cache.advance(n)
-    return cache
+    return filled(cache, each=[(k * np.float32(loud), v) for k, v in (tokens(rng, n) for _ in range(LAYERS))]) if n else cache
 
 
 def latent(rng, n, dtype="int8", rope_dim=12):
-    cache = kvfast.MLAKVCache(LAYERS, 40, rope_dim, dtype=dtype)
-    for layer in range(LAYERS):
-        cache.append(layer, rng.standard_normal((n, 40 + rope_dim), np.float32))
-    cache.advance(n)
-    return cache
+    return fill(kvfast.MLAKVCache(LAYERS, 40, rope_dim, dtype=dtype), rng, n)
 
 
 def with_states(cache, rng):
@@ -73,20 +64,12 @@ def heads(rng, n, window=None, **config):
 
 def mixed(rng, n):
     """Layers of different shapes and formats in one cache, those of the last two in one table."""
-    cache = kvfast.KVCache(3, [1, 2, 2], [16, DIM, DIM], dtype=["int8", "int4", "float16"])
-    for layer, (count, dim) in enumerate([(1, 16), (2, DIM), (2, DIM)]):
-        cache.append(layer, *rng.standard_normal((2, n, count, dim), np.float32))
-    cache.advance(n)
-    return cache
+    return fill(kvfast.KVCache(3, [1, 2, 2], [16, DIM, DIM], dtype=["int8", "int4", "float16"]), rng, n)
 
 
 def two_widths(rng, n, dtype="int4", v_head_dim=(12, DIM, 40)):
     """Values narrower and wider than their keys, each layer in a table of its own."""
-    cache = kvfast.KVCache(3, 2, DIM, dtype=dtype, v_head_dim=v_head_dim)
-    for layer, dim in enumerate(np.broadcast_to(v_head_dim, 3)):
-        cache.append(layer, *(rng.standard_normal((n, 2, one), np.float32) for one in (DIM, dim)))
-    cache.advance(n)
-    return cache
+    return fill(kvfast.KVCache(3, 2, DIM, dtype=dtype, v_head_dim=v_head_dim), rng, n)
 
 
 ALL_OPTIONS = kvfast.KVFormat(

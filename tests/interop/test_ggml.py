@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 from kvfast.engines.llama_cpp import ggml
@@ -39,9 +40,7 @@ def test_q8_0_by_hand():
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_a_layer_out_and_in(rng, dtype):
     cache, other = kvfast.KVCache(2, 2, 64, dtype=dtype), kvfast.KVCache(2, 2, 64, dtype="float32")
-    for layer in range(2):
-        cache.append(layer, *rng.standard_normal((2, 100, 2, 64)).astype(np.float32))
-    cache.advance(100)
+    filled(cache, each=[rng.standard_normal((2, 100, 2, 64)).astype(np.float32) for _ in range(2)])
     for layer in range(2):
         k, v = ggml.export_layer(cache, layer, "q8_0", "f16")
         assert k.tobytes() == ggml.to_ggml(cache.k(layer), "q8_0").tobytes()

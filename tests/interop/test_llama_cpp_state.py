@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+from cache_kinds import fill
 
 import kvfast
 from kvfast import CorruptFileError, IncompatibleSnapshotError, KVCache
@@ -15,19 +16,15 @@ from kvfast.engines.llama_cpp.ggml import TYPES, to_ggml
 from kvfast.engines.llama_cpp.state import read_state, write_state
 
 
-def filled(rng, dtype="float32", tokens=21, dim=64, layers=2):
-    cache = KVCache(layers, 2, dim, dtype=dtype)
-    for layer in range(layers):
-        cache.append(layer, *rng.standard_normal((2, tokens, 2, dim)).astype(np.float32))
-    cache.advance(tokens)
-    return cache
+def cache_with(rng, dtype="float32", tokens=21, dim=64, layers=2):
+    return fill(KVCache(layers, 2, dim, dtype=dtype), rng, tokens)
 
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dim, rope_dims", [(64, 64), (128, 0), (32, 16)])
 @pytest.mark.parametrize("token_ids", [None, list(range(21))], ids=["data", "file"])
 def test_there_and_back(rng, kind, dim, rope_dims, token_ids):
-    cache, other = filled(rng, dim=dim), KVCache(2, 2, dim, dtype="float32")
+    cache, other = cache_with(rng, dim=dim), KVCache(2, 2, dim, dtype="float32")
     state = read_state(write_state(cache, kind, token_ids=token_ids, rope_dims=rope_dims))
     assert state.k_types == (kind,) * 2 and state.num_tokens == 21 and not state.transposed
     assert (state.token_ids is None) == (token_ids is None)
@@ -44,7 +41,7 @@ def test_there_and_back(rng, kind, dim, rope_dims, token_ids):
 
 
 def test_where_each_byte_lies(rng):
-    cache = filled(rng, layers=1, tokens=2)
+    cache = cache_with(rng, layers=1, tokens=2)
     data = write_state(cache, "f16", "q8_0", rope_dims=64, rotated=False)
     assert struct.unpack_from("<IiII", data) == (0xAF143CD8, 0, 1, 2)
     assert struct.unpack_from("<6i", data, 16) == (0, 1, 0, 1, 1, 0)
@@ -57,7 +54,7 @@ def test_where_each_byte_lies(rng):
 
 
 def test_transposed_values_and_cells_in_any_order(rng):
-    cache, other = filled(rng), KVCache(2, 2, 64, dtype="float32")
+    cache, other = cache_with(rng), KVCache(2, 2, 64, dtype="float32")
     state = read_state(write_state(cache, "f32", transposed=True))
     assert state.transposed
     state.append_to(other)
@@ -76,7 +73,7 @@ def test_transposed_values_and_cells_in_any_order(rng):
 
 def test_turned_as_llama_cpp_does(rng):
     """Quantised rows are the product with the orthogonal Hadamard matrix in Sylvester's order."""
-    cache = filled(rng, dim=128)
+    cache = cache_with(rng, dim=128)
     turned = read_state(write_state(cache, "q8_0"))
     matrix = np.array([[(-1) ** (i & j).bit_count() for j in range(128)] for i in range(128)], np.float32)
     k, v = cache.k(0) @ (matrix / np.sqrt(128)), cache.v(0).reshape(21, 2, 2, 64) @ (matrix[:64, :64] / 8)
@@ -84,11 +81,11 @@ def test_turned_as_llama_cpp_does(rng):
         decoded = kvfast.llama_cpp.from_ggml(got, "q8_0", 2, 128)
         assert abs(decoded - wanted).max() < 0.03
     with pytest.raises(ValueError, match="multiple of 64"):
-        write_state(filled(rng, dim=32), "q8_0", rotated=True)
+        write_state(cache_with(rng, dim=32), "q8_0", rotated=True)
 
 
 def test_states_that_do_not_fit(rng):
-    cache = filled(rng)
+    cache = cache_with(rng)
     state = read_state(write_state(cache, "f16"))
     for other in (KVCache(3, 2, 64), KVCache(2, 3, 64), KVCache(2, 2, 32), cache):
         before = len(other)
@@ -115,7 +112,7 @@ def test_states_that_do_not_fit(rng):
 
 def test_files_of_an_older_version(rng):
     """llama-cpp-python 0.3.30 writes them: they differ in the number of the version alone."""
-    data = write_state(filled(rng, tokens=3, dim=4, layers=2), "f32", token_ids=[1, 2, 3])
+    data = write_state(cache_with(rng, tokens=3, dim=4, layers=2), "f32", token_ids=[1, 2, 3])
     older = data[:4] + struct.pack("<I", 2) + data[8:]
     state, expected = read_state(older), read_state(data)
     assert state.token_ids.tolist() == [1, 2, 3]
@@ -127,7 +124,7 @@ def test_files_of_an_older_version(rng):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_damaged_states(rng, transposed, tmp_path):
     """Whatever the bytes, an error of ours, and no more memory than the bytes."""
-    cache = filled(rng, tokens=3, dim=4, layers=2)
+    cache = cache_with(rng, tokens=3, dim=4, layers=2)
     data = write_state(cache, "f32", token_ids=[1, 2, 3], transposed=transposed)
     path = tmp_path / "state"
     for size in range(len(data)):

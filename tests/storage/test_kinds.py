@@ -2,6 +2,7 @@
 
 import json
 
+import cache_kinds
 import numpy as np
 import pytest
 
@@ -25,16 +26,9 @@ CACHES = {
 
 def fill(cache, seed, n=100):
     rng = np.random.default_rng(seed)
-    if isinstance(cache, kvfast.MultiHeadKVCache):
-        cache.push_tokens(*rng.standard_normal((2, n, cache.num_heads, cache.head_dim), np.float32))
-        return cache
-    for layer in range(cache.num_layers):
-        heads, k_dim, v_dim = storage_in(cache).shape(layer)
-        if isinstance(cache, kvfast.MLAKVCache):
-            cache.append(layer, rng.standard_normal((n, cache.head_dim), np.float32))
-        else:
-            cache.append(layer, *(rng.standard_normal((n, heads, dim), np.float32) for dim in (k_dim, v_dim)))
-    cache.advance(n)
+    if not isinstance(cache, kvfast.MultiHeadKVCache):
+        return cache_kinds.fill(cache, rng, n)
+    cache.push_tokens(*rng.standard_normal((2, n, cache.num_heads, cache.head_dim), np.float32))
     return cache
 
 

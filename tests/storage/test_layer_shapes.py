@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 from reference import attention, relative_error
 
 import kvfast
@@ -31,9 +32,7 @@ def tokens(layer, n, seed=0):
 
 def fill(cache, *counts):
     for step, n in enumerate(counts):
-        for layer in range(5):
-            cache.append(layer, *tokens(layer, n, step))
-        cache.advance(n)
+        filled(cache, each=[tokens(layer, n, step) for layer in range(5)])
     return cache
 
 
@@ -59,8 +58,7 @@ def test_each_layer_is_as_in_a_cache_of_its_own(new, dtype):
         else:
             alone = kvfast.KVCache(1, heads, dim, dtype=dtype)
         for step, n in enumerate((70, 1, 30)):
-            alone.append(0, *tokens(layer, n, step))
-            alone.advance(n)
+            filled(alone, *tokens(layer, n, step))
         assert np.array_equal(cache.attend(layer, queries(layer)), alone.attend(0, queries(layer)))
         assert np.array_equal(cache.k(layer), alone.k(0)) and np.array_equal(cache.v(layer), alone.v(0))
         plan = cache.explain(layer, (1, 4, dim))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 from pool_buffers import CANARY, aligned, before_a_page, outside, strided
 
 import kvfast
@@ -69,9 +70,7 @@ def test_sequences_in_a_buffer_are_saved_and_restored(tmp_path, rng):
     rows, q = rng.standard_normal((70, 120), np.float32), rng.standard_normal((2, 4, 120), np.float32)
     inside, alone = pair = [each.new_sequence() for each in (pool, own)]
     for sequence in pair:
-        for layer in range(LAYERS):
-            sequence.append(layer, rows)
-        sequence.advance(70, range(70))
+        filled(sequence, rows, token_ids=range(70))
     expected = alone.attend(1, q)
     inside.save(tmp_path / "sequence.kv")
     for same in (

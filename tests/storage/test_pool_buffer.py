@@ -6,6 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_buffers import CANARY, FORMATS, aligned, before_a_page, outside, strided
@@ -95,9 +96,7 @@ def test_sequences_in_a_buffer_are_saved_copied_and_found_again(tmp_path, rng):
         k, v = rng.standard_normal((2, 70, HEADS, 64), np.float32)
         pair = [each.new_sequence() for each in (pool, own)]
         for sequence in pair:
-            for layer in range(LAYERS):
-                sequence.append(layer, k, v)
-            sequence.advance(70, range(70))
+            filled(sequence, k, v, token_ids=range(70))
         inside, outside_ = pair
         assert np.array_equal(inside.k(1), outside_.k(1)) and np.array_equal(inside.v(0), outside_.v(0))
         q = rng.standard_normal((2, 2 * HEADS, 64), np.float32)

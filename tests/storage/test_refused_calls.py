@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 
@@ -15,9 +16,7 @@ def rows(rng, n):
 
 
 def feed(sequence, given, ids=None):
-    for layer in range(LAYERS):
-        sequence.append(layer, *given[layer])
-    sequence.advance(given.shape[2], *([] if ids is None else [ids]))
+    filled(sequence, each=given, **({} if ids is None else {"token_ids": ids}))
 
 
 def new_pool(fmt, **options):

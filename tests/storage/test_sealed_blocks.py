@@ -461,13 +461,9 @@ def test_float_rows_of_a_long_prompt_are_given_back(rng):
     long, short = (kvfast.KVCache(2, 2, 64, 4096, dtype="int4") for _ in range(2))
     k, v = rng.standard_normal((2, 3072, 2, 64), np.float32)
     for cache, n in ((long, 3072), (short, 64)):
-        for layer in range(2):
-            cache.append(layer, k[:n], v[:n])
-        cache.advance(n)
+        filled(cache, k[:n], v[:n])
         for _ in range(100):
-            for layer in range(2):
-                cache.append(layer, k[:1], v[:1])
-            cache.advance(1)
+            filled(cache, k[:1], v[:1])
     assert long.nbytes == short.nbytes
 
 
@@ -482,9 +478,7 @@ def test_kept_tokens_keep_their_codes_whatever_follows(rng, tmp_path, kind, name
 
     def extend(count, loud=1):
         k, v = loud * rng.standard_normal((2, count, HEADS, dim)).astype(np.float32)
-        for layer in layers:
-            cache.append(layer, k, v)
-        cache.advance(count)
+        filled(cache, k, v)
         return k
 
     extend(n)
@@ -636,9 +630,7 @@ def test_tokens_that_never_came_leave_a_cut_block_as_it_was(rng, name):
     size = SEALING[name].block_size
     cache = kvfast.KVCache(2, HEADS, DIM, dtype=SEALING[name])
     k, v = rng.standard_normal((2, 3 * size, HEADS, DIM)).astype(np.float32)
-    for layer in range(2):
-        cache.append(layer, k, v)
-    cache.advance(3 * size)
+    filled(cache, k, v)
     for cut in (size + 17, size + 5, 7):
         cache.truncate(cut)
         q = rng.standard_normal((3, HEADS, DIM)).astype(np.float32)
@@ -732,9 +724,7 @@ def _check_as_alone(rng, together, layer):
 
 def test_forged_states_of_layers_are_refused(rng):
     cache = kvfast.KVCache(3, 1, 16, dtype=["int4", "int8", "int2"])
-    for layer in range(3):
-        cache.append(layer, *rng.standard_normal((2, 204, 1, 16)).astype(np.float32))
-    cache.advance(204)
+    filled(cache, each=[rng.standard_normal((2, 204, 1, 16)).astype(np.float32) for _ in range(3)])
     state = cache.state_dict()
     header = json.loads(state["header"].tobytes())
     (place,) = header["tables"]

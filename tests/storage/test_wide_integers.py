@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 
 import kvfast
 
@@ -61,8 +62,7 @@ def test_numbers(rng, value):
     caches = [kvfast.KVCache(1, 2, 64, dtype="int8"), kvfast.RingKVCache(1, 2, 64, sliding_window=64)]
     pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=8, dtype="int8")
     for cache in (*caches, pool.new_sequence()):
-        cache.append(0, k, v)
-        cache.advance(20)
+        filled(cache, k, v)
         refused(lambda cache=cache: cache.truncate(value))
         refused(lambda cache=cache: cache.advance(value))
         for name in ("sliding_window", "num_splits", "num_threads", "attention_chunk_size", "num_sink_tokens"):

@@ -5,6 +5,7 @@ import functools
 
 import numpy as np
 import pytest
+from cache_kinds import filled
 from dict_store import DictStore
 from selection import exhaustive
 from tiny_architectures import small_model
@@ -262,9 +263,7 @@ def test_states_of_another_model_are_refused():
     row, other = cache.rows[0], cache_of(model_of("olmo_hybrid"))
     states = row.states_at()
     moved = kvfast.KVCache(row.num_layers, row.num_kv_heads, row.head_dim, dtype="float32", max_state_bytes=1 << 20)
-    for layer in range(row.num_layers):
-        moved.append(layer, row.k(layer), row.v(layer))
-    moved.advance(30)
+    filled(moved, each=[(row.k(layer), row.v(layer)) for layer in range(row.num_layers)])
     empty = cache_of(model_of("qwen3_next"))
     with pytest.raises(kvfast.MissingCheckpointError):
         empty.restore([moved.snapshot()])

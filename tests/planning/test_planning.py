@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_configs import CONFIGS, HYBRIDS
+from model_configs import CONFIGS, GGUF_HYBRIDS, HYBRIDS
 
 import kvfast
 from kvfast import KVFormat
@@ -432,111 +432,6 @@ def test_gguf_files_of_other_architectures(tmp_path):
     )
     shape = read_shape(experts)
     assert (shape.weight_bytes, shape.weight_bytes_read) == (4 * (256 + 256 + 256), 4 * (256 + 64))
-
-
-GGUF_HYBRIDS = {  # the configuration of a model, and what llama.cpp writes for it
-    "qwen3next": (
-        {
-            "model_type": "qwen3_next",
-            "num_hidden_layers": 8,
-            "head_dim": 256,
-            "num_key_value_heads": 2,
-            "linear_num_key_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_num_value_heads": 32,
-            "linear_value_head_dim": 96,
-            "linear_conv_kernel_dim": 4,
-        },
-        {
-            "block_count": 8,
-            "full_attention_interval": 4,
-            "attention__head_count_kv": 2,
-            "attention__key_length": 256,
-            "ssm__conv_kernel": 4,
-            "ssm__state_size": 128,
-            "ssm__group_count": 16,
-            "ssm__inner_size": 32 * 96,
-        },
-    ),
-    "nemotron_h": (
-        {
-            "model_type": "nemotron_h",
-            "hybrid_override_pattern": "M-M*-",
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "mamba_num_heads": 6,
-            "mamba_head_dim": 64,
-            "n_groups": 2,
-            "ssm_state_size": 128,
-            "conv_kernel": 4,
-        },
-        {
-            "block_count": 5,
-            "attention__head_count_kv": [0, 0, 0, 4, 0],
-            "feed_forward_length": [0, 512, 0, 0, 512],
-            "attention__key_length": 128,
-            "ssm__conv_kernel": 4,
-            "ssm__state_size": 128,
-            "ssm__group_count": 2,
-            "ssm__inner_size": 6 * 64,
-        },
-    ),
-    "jamba": (
-        {
-            "model_type": "jamba",
-            "num_hidden_layers": 4,
-            "attn_layer_period": 4,
-            "attn_layer_offset": 2,
-            "num_key_value_heads": 4,
-            "head_dim": 32,
-            "mamba_expand": 2,
-            "mamba_d_state": 16,
-            "mamba_d_conv": 4,
-        },
-        {
-            "block_count": 4,
-            "attention__head_count_kv": [0, 0, 4, 0],
-            "feed_forward_length": 512,
-            "attention__key_length": 32,
-            "ssm__conv_kernel": 4,
-            "ssm__state_size": 16,
-            "ssm__group_count": 0,
-            "ssm__inner_size": 512,
-        },
-    ),
-    "falcon-h1": (
-        {
-            "model_type": "falcon_h1",
-            "num_hidden_layers": 3,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "mamba_n_heads": 24,
-            "mamba_d_head": 32,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 128,
-            "mamba_d_conv": 4,
-        },
-        {
-            "block_count": 3,
-            "attention__head_count_kv": 2,
-            "attention__key_length": 64,
-            "ssm__conv_kernel": 4,
-            "ssm__state_size": 128,
-            "ssm__group_count": 1,
-            "ssm__inner_size": 24 * 32,
-        },
-    ),
-    "lfm2": (
-        {
-            "model_type": "lfm2",
-            "layer_types": ["conv", "conv", "full_attention", "conv"],
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "conv_L_cache": 3,
-        },
-        {"block_count": 4, "attention__head_count_kv": [0, 0, 8, 0], "attention__key_length": 64, "shortconv__l_cache": 3},
-    ),
-}
 
 
 @pytest.mark.parametrize("arch", GGUF_HYBRIDS)

@@ -243,15 +243,8 @@ class TestInput:
         ml_dtypes = pytest.importorskip("ml_dtypes")
         x = rng.integers(-3, 4, (3, 4)).astype(np.float32)
         same = [
-            x,
-            x.astype(np.float16),
-            x.astype(ml_dtypes.bfloat16),
-            x.tolist(),
-            list(x),
-            tuple(x),
-            x.astype(ml_dtypes.bfloat16).view(np.uint16),
-            x.astype(int).tolist(),
-            np.asfortranarray(x),
+            *(x, x.astype(np.float16), x.astype(ml_dtypes.bfloat16), x.tolist(), list(x), tuple(x)),
+            *(x.astype(ml_dtypes.bfloat16).view(np.uint16), x.astype(int).tolist(), np.asfortranarray(x)),
             x[::-1][::-1],
         ]
         for one in same:

@@ -57,18 +57,8 @@ SLOW = {"read_bandwidth", "peak_rate", "fidelity", "choose_format", "plan", "sho
 CHANGING = {"append", "advance", "truncate", "write", "append_batch", "slot_mapping", "restore", "snapshot", "fork"}
 OFTEN = CHANGING | {"attend", "attend_batch"}
 WRITING = CHANGING | {
-    "write_batch",
-    "clear",
-    "free",
-    "splice",
-    "drop",
-    "append_kv",
-    "push_token",
-    "evict_outside_window",
-    "decompress_to_cache",
-    "copy",
-    "match_prefix",
-    "deepcopy",
+    *("write_batch", "clear", "free", "splice", "drop", "append_kv", "push_token", "evict_outside_window"),
+    *("decompress_to_cache", "copy", "match_prefix", "deepcopy"),
 }
 
 

@@ -30,20 +30,8 @@ FLOATS = [np.nan, np.inf, -np.inf, 65504.0, -65504.0, 1e30, -1e30, 6e-8, 1e-45, 
 NOT_FINITE = [0x7FC0, 0x7F80, 0xFF80, 0xFFFF]  # as bfloat16, as the upper half of a float32, and as a float16
 INFINITE = [0x7C00, 0xFC00]  # as float16
 INTEGERS = [
-    0,
-    1,
-    -1,
-    127,
-    255,
-    1 << 15,
-    (1 << 31) - 1,
-    1 << 31,
-    1 << 32,
-    1 << 62,
-    (1 << 62) + 10,
-    -(1 << 62) - 10,
-    (1 << 63) - 1,
-    -(1 << 63),
+    *(0, 1, -1, 127, 255, 1 << 15, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 62, (1 << 62) + 10),
+    *(-(1 << 62) - 10, (1 << 63) - 1, -(1 << 63)),
 ]
 SELDOM = "floats", "positions", "bounds", "header"  # few arrays of a state are these, and much depends on them
 LITTLE = 1 << 28  # bytes

@@ -17,24 +17,9 @@ from kvfast.storage.batches.prepared_batch import PreparedBatch
 
 # Public, in their modules.
 IN_MODULES = [
-    AttendItem,
-    AttendPlan,
-    BufferLayout,
-    CompressedShape,
-    DtypePlan,
-    Fidelity,
-    LayerShape,
-    MLASequence,
-    MemoryPlan,
-    ModelShape,
-    MultiHeadConfig,
-    PreparedBatch,
-    PromptCacheStats,
-    ReconstructionError,
-    buffer_layout,
-    cpu_features,
-    peak_rate,
-    read_bandwidth,
+    *(AttendItem, AttendPlan, BufferLayout, CompressedShape, DtypePlan, Fidelity, LayerShape, MLASequence),
+    *(MemoryPlan, ModelShape, MultiHeadConfig, PreparedBatch, PromptCacheStats, ReconstructionError),
+    *(buffer_layout, cpu_features, peak_rate, read_bandwidth),
 ]
 # Made by kvfast alone, for reading: they check nothing, and are made but not used.
 RECORDS = {one.__name__ for one in IN_MODULES if isinstance(one, type)} - {"MultiHeadConfig"}

@@ -119,17 +119,8 @@ def shape(cache):
 
 
 ROUTES = [
-    one_by_one,
-    odd_chunks,
-    a_little_back,
-    far_back,
-    forgotten,
-    cleared,
-    copied,
-    restored,
-    from_state,
-    from_file,
-    saved_after_a_cut,
+    *(one_by_one, odd_chunks, a_little_back, far_back, forgotten, cleared, copied, restored, from_state),
+    *(from_file, saved_after_a_cut),
 ]
 
 

@@ -171,15 +171,8 @@ def freed_beside_a_fork(case):
 
 
 PLAIN = [
-    truncated,
-    truncated_to_a_branch,
-    truncated_to_a_branch_beside_a_fork,
-    truncated_beside_a_snapshot,
-    truncated_beside_a_fork,
-    truncated_then_continued,
-    never_counted,
-    left_out_of_a_snapshot,
-    cleared,
+    *(truncated, truncated_to_a_branch, truncated_to_a_branch_beside_a_fork, truncated_beside_a_snapshot),
+    *(truncated_beside_a_fork, truncated_then_continued, never_counted, left_out_of_a_snapshot, cleared),
     restored,
 ]
 SPLICED = [

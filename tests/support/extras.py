@@ -33,7 +33,7 @@ EXTRAS = {
 def extra_of(reason):
     """The extra whose absence is the reason of a skip, or None."""
     for extra, packages in EXTRAS.items():
-        told = rf"could not import '({packages})\b|\b({packages})\b.* is not installed|kvfast\[{extra}\]|\bthe extra {extra}\b"
+        told = rf"could not import '({packages})\b|\b({packages})\b.* is not installed|kvfast\[{extra}\]|\b{extra} extra\b|\bextra {extra}\b"
         if re.search(told, reason, re.IGNORECASE):
             return extra
     return None

@@ -137,6 +137,9 @@ SEEN = (  # what attend is given, the visible tokens, the tokens that a ring kee
     ("the same in a ring, rollback=8", lambda t: t < 4 or QUERY - 16 < t <= QUERY, lambda t: QUERY - 24 < t),
     ("attention_chunk_size=24", lambda t: 48 <= t <= QUERY, None),
     ("causal=False", lambda t: True, None),
+    ("spans=[(44, 62)]", lambda t: t < 62, None),
+    ("tree_parents=[-1, 0, 0, 1, 1, ...]", lambda t: t < 56 or t in (56, 57, 59), None),
+    ("indices=[[52, 3, 30, ...]]", lambda t: t in (3, 11, 12, 30, 41, 52, 58, 59), None),
 )
 
 

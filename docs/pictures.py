@@ -316,7 +316,7 @@ PICTURES = {
     "rooms": (diagrams.rooms_data, diagrams.rooms, (9, 12)),
     "life": (diagrams.life_data, diagrams.life, (10, 3.6)),
     "nouns": (diagrams.nouns_data, diagrams.nouns, (10, 3.1)),
-    "sees": (diagrams.sees_data, diagrams.sees, (10, 2.2)),
+    "sees": (diagrams.sees_data, diagrams.sees, (10, 3.1)),
 }
 
 

@@ -149,7 +149,7 @@ def retrieval():
 
 
 def cycles():
-    """Cycles of a tile of keys on ARM processors, by LLVM's models of them."""
+    """Cycles of the scores of a tile (64 tokens, keys of 128) on ARM processors, by LLVM's models of them; and what bounds them."""
     found, columns = {}, {}
     for one in load("cycles")["results"]:
         if not one["tier"].startswith("neon") or one["precision"] == "fast" or one["keys"].startswith("values"):
@@ -304,15 +304,8 @@ def _lead(cell, storage):
 
 def peers():
     """kvfast against the fastest peer of any storage, on all machines."""
-    return _peers([(machine, storage) for machine in _PEERS for storage in ("float16", "int8", "int4")])
-
-
-def fast_peers():
-    """The same in the fast precision, next to the exact one."""
-    return _peers([("Xeon", storage) for storage in ("int8", "fast int8", "int4", "fast int4")])
-
-
-def _peers(columns):
+    columns = [(machine, storage) for machine in _PEERS for storage in ("float16", "int8", "int4")]
+    columns += [("Xeon", "fast int8"), ("Xeon", "fast int4")]
     kinds = ("decode", "batch", "prefill")
     found, order = {}, {}
     for machine, storage in columns:
@@ -362,24 +355,8 @@ def _reason(text):
 
 TABLES = {
     function.__name__: function
-    for function in (
-        memory,
-        dtypes,
-        kernels,
-        cycles,
-        fast_cycles,
-        accuracy,
-        texts,
-        retrieval,
-        compression,
-        speed,
-        precision,
-        peers,
-        fast_peers,
-        architectures,
-    )
+    for function in (memory, dtypes, kernels, accuracy, texts, retrieval, compression, speed, precision, peers, architectures)
 }
-TABLES["speed_zen5"] = partial(speed, "decode_zen5")
 
 
 def table_file(name, *tables):
@@ -394,9 +371,11 @@ FILES |= {
     for name, tables in {
         "decode_avx512": [partial(speed, "decode_avx512")],
         "decode_zen4": [partial(speed, "decode_zen4")],
+        "decode_zen5": [partial(speed, "decode_zen5")],
         "splicing": [documents, shift],
         "precision": [hard],
         "bits": [bits],
+        "cycles": [cycles, fast_cycles],
         "architectures": [partial(architectures, reasons=True)],
     }.items()
 }

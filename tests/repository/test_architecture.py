@@ -241,6 +241,12 @@ def test_sources_name_no_machine_no_date_and_no_measured_time(rooms):
     assert found == []
 
 
+def test_pages_name_them_in_performance_alone():
+    pages = [path for path in SCRIPT.parent.rglob("*.md") if not {"performance", "_build"} & set(path.parts)]
+    assert len(pages) > 30
+    assert [f"{path.name}: {one}" for path in pages for one in told(path.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -254,6 +254,13 @@ def test_figures_of_the_readme_are_those_of_the_json(docs_script):
     assert f"`int4`, takes {float16 / int4:.1f} times fewer bytes than float16 (Llama-3-8B)" in text
 
 
+def test_the_figure_of_the_readme_is_that_of_its_picture(docs_script):
+    pytest.importorskip("matplotlib")
+    times, text = dict(docs_script("pictures").runtimes_data()), " ".join((ROOT / "README.md").read_text("utf-8").split())
+    fastest = min(time for name, time in times.items() if not name.startswith("kvfast"))
+    assert f"`int4` is {fastest / times['kvfast int4']:.1f} times as fast as the fastest other runtime" in text
+
+
 @needs_sources
 def test_pictures_are_those_of_the_json(docs_script):
     matplotlib = pytest.importorskip("matplotlib")

@@ -18,8 +18,8 @@ What these take and return, and seldom is named, is in its module: ``kvfast.plan
 The rooms inside, from the bottom up; ``docs/architecture.md`` has the rules between them:
 
 - simd, core: kernels in C; the kernel table, threads, array arguments
-- codec, attention: a token to bytes and back; queries by blocks
-- storage, files: who owns which block; the bytes of a sequence outside the process
+- codec, attention: formats, codes and scales of a token; what a query sees, and its scores over blocks
+- storage, files: the pool, its blocks and float rows, tables of blocks and rings; the bytes of a sequence outside the process
 - caches, errors: the classes and exceptions above
 - handles, capi: ``kvfast.h``, for C and Cython
 - compression, prompts, planning: prompts in fewer bits, prompts in stores, plans of memory

@@ -1,8 +1,8 @@
 """Slow paths: each makes a call slower by more than a tenth. `explain` lists them; ``KVFAST_LOG=1`` logs each once.
 
 Paths that cost less in measurements are not listed: queries whose rows are not contiguous, float16 and bfloat16 instead of
-float32, rotation with ``interleaved``, blocks of 16 tokens. The ratios in the texts are for one thread;
-``python -m kvfast bench`` with ``KVFAST_ISA`` shows those of a machine.
+float32, rotation with ``interleaved``, blocks of 16 tokens. The texts have no ratios, which depend on the machine:
+``python -m kvfast bench`` with ``KVFAST_ISA`` shows them.
 """
 
 import os
@@ -13,15 +13,14 @@ from kvfast.core.threads import has_openmp, lost_threads
 
 LOGS = os.environ.get("KVFAST_LOG", "") not in ("", "0")
 
-# Decoding at 4,096 and 32,768 tokens on other tiers, compared with AVX-512 VNNI.
 _TIERS = {
-    "avx512": "decoding took up to 1.5 times as long as with AVX-512 VNNI on integers, as long on float16",
-    "avx_vnni": "decoding took up to 1.5 times as long as with AVX-512 VNNI on integers, up to 1.3 times on float16",
-    "avx2": "decoding took 1.1 to 2 times as long as with AVX-512 VNNI on integers, up to 1.3 times on float16",
-    "sse2": "decoding took 2 to 6 times as long as with AVX-512 VNNI on integers, 3 times on float16",
-    "neon_dotprod": "integers take up to twice as many products as with those of 8-bit matrices (counted, not timed)",
-    "neon": "without dot products integers take twice as many multiplications (counted, not timed)",
-    "scalar": "decoding took 15 to 50 times as long as with AVX-512 VNNI on integers, 12 times on float16",
+    "avx512": "integers are decoded more slowly than with AVX-512 VNNI; float16 is not",
+    "avx_vnni": "integers are decoded more slowly than with AVX-512 VNNI, and float16 a little more slowly",
+    "avx2": "integers are decoded more slowly than with AVX-512 VNNI, and float16 a little more slowly",
+    "sse2": "integers and float16 are decoded several times more slowly than with AVX2 or AVX-512",
+    "neon_dotprod": "integers take more products than with those of 8-bit matrices",
+    "neon": "without dot products integers take more multiplications",
+    "scalar": "everything is computed many times more slowly than with vector instructions",
 }
 _NEEDS = {
     "avx512": ("avx512vnni",),
@@ -67,7 +66,7 @@ def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, unc
         packed
         and (
             "packed",
-            "codes of 2, 3, 5, 6 or 7 bits are multiplied without the matrix unit: a prompt took 2.6 times as long as with int8, or int4",
+            "codes of 2, 3, 5, 6 or 7 bits are multiplied without the matrix unit: for long prompts, int8 and int4 are faster",
         ),
         uncounted
         and (
@@ -89,7 +88,7 @@ def _tier():
     if isa not in _TIERS:
         return None
     if isa != isas[0]:
-        return "tier", f"the tier {isa} was asked for, and this CPU can run {isas[0]}: {_TIERS[isa]}"
+        return "tier", f"the tier {isa} was asked for (KVFAST_ISA, use_isa), and this CPU can run {isas[0]}: {_TIERS[isa]}"
     features = cpu_features()
     missing = [name for name in _NEEDS[isa] if not features.get(name)]
     lacks = f"lacks {', '.join(missing)}" if missing else "can run no other tier of this build"
@@ -102,8 +101,7 @@ def _rotation(head_dim, rotated):
         return None
     return "rotation", (
         f"head_dim {head_dim} is {head_dim // odd} x {odd}, so rotating a row takes a sum of {odd} for each "
-        f"element: at head_dim 100 appending a prompt took 7 to 27 times as long per element as at 128, "
-        f"decoding at 2,048 tokens 1.9 times; choose a multiple of 16, or a format without rotation"
+        f"element, when it is appended and when it is a query; choose a multiple of 16, or a format without rotation"
     )
 
 
@@ -132,8 +130,8 @@ def _threads(work, wanted):
 def log_gathered(name):
     """Log that rows had to be copied to become contiguous."""
     if name in _GATHERED:
-        text = f"the rows of {_GATHERED[name]} are not contiguous in memory and are copied first: append took 1.3 to 3 times as long"
-        log([(f"gathered {name}", text + "; make the last axis contiguous")])
+        text = f"the rows of {_GATHERED[name]} are not contiguous in memory and are copied first: make the last axis contiguous"
+        log([(f"gathered {name}", text)])
 
 
 def log(found):

@@ -214,7 +214,7 @@ MACHINES = (
 )
 MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 DATES = rf"(?:{MONTHS}) (?:\d\d?, )?20\d\d|20\d\d-\d\d-\d\d|\b202[4-9]\b"
-FIGURES = r"\d of the time\b|\d %? ?(?:of the time|longer|faster|slower)\b|\d (?:us|ns)\b"
+FIGURES = r"\d of the time\b|\d %? ?(?:of the time|longer|faster|slower)\b|\d times as (?:long|fast|slow)\b|\d (?:us|ns)\b"
 LABELS = re.compile(r"^TABLE = \{.*\}\n", re.MULTILINE)
 
 
@@ -259,6 +259,7 @@ def test_pages_name_them_in_performance_alone():
         "0.95 of the time of vectors",
         "nested loops take 8 % longer",
         "0.4 us more",
+        "a prompt took 2.6 times as long",
     ],
 )
 def test_a_machine_a_date_or_a_time_is_found(text):

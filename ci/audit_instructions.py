@@ -120,7 +120,7 @@ def package():
 
 # Folders of simd/ whose functions may use more than their tier in the exact precision, and the name for what they may use: a region of
 # tier.inc.h includes them. Files of the fast precision have a region of their own.
-REGIONS = {"panels_tiles": "amx"}
+REGIONS = {"panels/tiles8": "amx", "panels/tiles_bf16": "amx"}
 
 
 def functions_of_regions():

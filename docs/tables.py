@@ -90,12 +90,16 @@ def dtypes():
 
 def kernels():
     """The family of kernels that takes many query rows, by tier and dtype."""
-    found = families()
-    if "amx" not in found:  # not a build for x86-64, or by an old compiler
+    exact, fast = families(), families("fast")
+    if "amx" not in exact:  # not a build for x86-64, or by an old compiler
         return None
     columns = {"`float32`": "float32", "`float16`, `bfloat16`": "float16", "`int8`, `int4`": "int8", "other integers": "int5"}
-    rows = [[f"`{tier}`", *(kinds[name] for name in columns.values())] for tier, kinds in found.items()]
-    return _table(["tier", *columns], rows)
+
+    def cell(tier, dtype):
+        other = fast[tier][dtype]
+        return exact[tier][dtype] + f", fast: {other}" * (other != exact[tier][dtype])
+
+    return _table(["tier", *columns], [[f"`{tier}`", *(cell(tier, dtype) for dtype in columns.values())] for tier in exact])
 
 
 def accuracy():

@@ -7,8 +7,8 @@ number of threads. The splits of a task depend on the threads.
 from kvfast.attention.families cimport NO_PACKED_PANELS, NO_PANELS, panels_of
 from kvfast.attention.tasks cimport kv_add_tasks, kv_cut_context, kv_given, kv_keys, kv_split_at
 from kvfast.codec.blocks cimport kv_layout, values_of
-from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_HALVES, KV_INT2, KV_INT3, KV_PACKED_CODES, kv_dtypes, kv_kernels, kv_side
-from kvfast.core.limits cimport KV_FEW_QUERIES, KV_LANES, KV_MATRIX_PANELS, KV_MATRIX_TILE, KV_PANELS, KV_ROWS, KV_TILE
+from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_INT2, KV_INT3, KV_PACKED_CODES, KV_PANELS_OF_ROWS, kv_dtypes, kv_kernels, kv_side
+from kvfast.core.limits cimport KV_FEW_QUERIES, KV_LANES, KV_MATRIX_PANELS, KV_MATRIX_TILE, KV_MAX_PANELS, KV_ROWS, KV_TILE
 
 cdef extern from "simd/platform.h" nogil:
     enum: KV_X86
@@ -151,7 +151,7 @@ cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
     cdef Py_ssize_t length = (<const kv_keys *>item.keys).context.length
     cdef Py_ssize_t panels = (item.num_queries * call.group + KV_ROWS - 1) // KV_ROWS
     cdef int kind = panels_of(call.kernels, layout)
-    cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2, size
+    cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_PANELS_OF_ROWS else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2, size
     item.block_rows, item.row_blocks = KV_ROWS, panels
     if kind == NO_PANELS or panels == 1 or ((<const kv_given *>call.given).chosen != NULL and not panels_of_chosen(call)):
         return NO_PANELS
@@ -174,7 +174,7 @@ cdef Py_ssize_t _choose_block(const kv_call *call, Py_ssize_t panels, Py_ssize_t
     bit of a row depends on the other rows of its block.
     """
     cdef const kv_given *given = <const kv_given *>call.given
-    cdef Py_ssize_t most = KV_PANELS if not call.kernels.has_matrix else KV_MATRIX_PANELS
+    cdef Py_ssize_t most = KV_MAX_PANELS if not call.kernels.has_matrix else KV_MATRIX_PANELS
     cdef Py_ssize_t operands = LATENT_OPERANDS if given.layout.latent else OPERANDS
     cdef Py_ssize_t tasks = given.layout.num_kv_heads * splits, threads = max(1, given.request.threads)
     cdef Py_ssize_t size = most, best = most, least_time = 0, blocks, rounds, time

@@ -56,7 +56,8 @@ class AttendPlan:
     storage : str
         Format of the layer.
     kernels : tuple of str
-        Kernels that read the stored bytes, for scores and for sums of values; ``attend_panels`` does both for many rows.
+        Kernels that read the stored bytes, for scores and for sums of values. A family of panels (``attend_tiles8``,
+        ``attend_tiles_bf16`` or ``attend_words16``) does both for many rows.
     float_kernels : tuple of str
         Kernels for the first and newest tokens if the format keeps these as float rows; otherwise empty.
     q_shape : tuple of int

@@ -176,7 +176,7 @@ cdef void _close(kv_plan *plan, kv_item *item, Py_ssize_t end) noexcept nogil:
     cut_context(&plan.call, item, end)
     panels = cut_rows(&plan.call, item)
     if panels >= 0:
-        plan.wide, plan.given.wide_kind = True, panels
+        plan.wide, plan.given.panel_kind = True, panels
     plan.packed = plan.packed or panels == NO_PACKED_PANELS
     plan.call.num_items += 1
     plan.work += <Py_ssize_t>(work_of_attention(work_of(plan.given.layout, span))

@@ -103,7 +103,7 @@ cdef object _explained(Request request, kv_plan *plan, str storage):
         for i in range(plan.call.num_tasks):
             _attend(&plan.call, i, 0, NULL)
     give_scratch(&scratch, 1)
-    panels = ("attend_panels",) if plan.wide else ()
+    panels = ("attend_" + plan.call.kernels.panels[plan.given.panel_kind].family.decode(),) if plan.wide else ()
     items = []
     for i in range(plan.call.num_items):
         item = plan.call.items + i

@@ -123,7 +123,7 @@ ctypedef struct kv_given:
     kv_request request
     int tile                   # tokens between two softmax corrections
     int float_tile             # the same for float rows
-    int wide_kind              # KV_INTEGERS or KV_HALVES: what panels are multiplied with
+    int panel_kind             # what panels read, KV_PANELS_OF_CODES and so on
     void **scratch             # (threads,) memory for a kv_own each
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part

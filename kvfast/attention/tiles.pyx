@@ -23,7 +23,7 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
     cdef const kv_layout *layout = given.layout
     cdef kv_own *own = own_of(task)
     cdef const kv_side *rope = &layout.v if own.rope != NULL else NULL
-    # Whether the words of all keys are codes; see simd/panels_vnni/codes.inc.h.
+    # Whether the words of all keys are codes; see simd/panels/words16/codes.inc.h.
     cdef bint exact = (layout.floats == NULL and layout.k.family != KV_FLOAT_ROWS and layout.k.channels == 0
                        and (rope == NULL or (rope.family != KV_FLOAT_ROWS and rope.channels == 0)))
     cdef int i
@@ -39,8 +39,8 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
         _load_rows(task, q, &layout.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
         if rope != NULL:
             _load_rows(task, &given.request.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
-        task.kernels.prepare_panel[given.wide_kind](&layout.k, task.wide.rows, rope, task.wide.rope_rows, given.request.options.scale,
-                                                         exact, task.wide.panels + i)
+        task.kernels.panels[given.panel_kind].prepare(&layout.k, task.wide.rows, rope, task.wide.rope_rows, given.request.options.scale,
+                                                      exact, task.wide.panels + i)
 
 
 cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count, float *rows) noexcept nogil:
@@ -167,7 +167,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
             if all_from <= t and t + count <= all_to:
                 all_seen = count
         if seen:
-            task.kernels.attend_panels[given_of(task).wide_kind](
+            task.kernels.panels[given_of(task).panel_kind].attend(
                 &layout.k, &layout.v, &keys[now], &values[now], &keys[1 - now], &values[1 - now], t,
                 &task.wide.operands, panels, panels_used)
         now = 1 - now

@@ -43,10 +43,10 @@ cdef extern from "simd/dtypes.h" nogil:
 
 cdef extern from "simd/kernels.h" nogil:
     enum:
-        KV_INTEGERS
-        KV_PACKED
-        KV_HALVES
-        KV_NUM_WIDE_KINDS
+        KV_PANELS_OF_CODES
+        KV_PANELS_OF_PACKED
+        KV_PANELS_OF_ROWS
+        KV_PANEL_KINDS
 
     ctypedef struct kv_side:
         int dtype
@@ -165,6 +165,14 @@ cdef extern from "simd/kernels.h" nogil:
         const int *bounds
         const uint16_t *centroids
 
+    ctypedef struct kv_panel_kernels:
+        const char *family
+        void (*prepare)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float scale, int exact,
+                        kv_panel *panel) noexcept nogil
+        void (*attend)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values, const kv_tile *next_keys,
+                       const kv_tile *next_values, int64_t position, kv_operands *operands, kv_panel *panels,
+                       int num_panels) noexcept nogil
+
     ctypedef struct kv_kernels:
         const char *isa
         void (*to_float[KV_NUM_DTYPES])(const void *source, Py_ssize_t n, float *row) noexcept nogil
@@ -203,11 +211,7 @@ cdef extern from "simd/kernels.h" nogil:
                                                  const kv_ahead *ahead, float *acc) noexcept nogil
         unsigned (*rows_to_refine)(const float *acc, Py_ssize_t row_stride, Py_ssize_t stride, Py_ssize_t n, const double *noise,
                                    int num_rows) noexcept nogil
-        void (*prepare_panel[KV_NUM_WIDE_KINDS])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
-                                 float scale, int exact, kv_panel *panel) noexcept nogil
-        void (*attend_panels[KV_NUM_WIDE_KINDS])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
-                                 const kv_tile *next_keys, const kv_tile *next_values, int64_t position,
-                                 kv_operands *operands, kv_panel *panels, int num_panels) noexcept nogil
+        kv_panel_kernels panels[KV_PANEL_KINDS]
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil
         void (*nearest)(const float *points, Py_ssize_t stride, Py_ssize_t n, const kv_pq_codebook *book, const float *half_norms,
@@ -228,4 +232,4 @@ cdef const kv_kernels *active() noexcept nogil
 cdef const kv_kernels *active_for(int precision) noexcept nogil
 cdef int resolved(int precision) noexcept nogil            # EXACT or FAST
 cdef int parse_precision(object name) except -1
-cdef const kv_kernels *compiled(int tier) noexcept nogil   # the tiers of this build, best first; NULL after the last
+cdef const kv_kernels *compiled(int tier, int precision) noexcept nogil  # the tiers of this build, best first; NULL after the last

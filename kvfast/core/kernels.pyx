@@ -64,8 +64,8 @@ def default_precision():
     return name_of_precision(_precision)
 
 
-cdef const kv_kernels *compiled(int tier) noexcept nogil:
-    return kv_all_kernels[tier]
+cdef const kv_kernels *compiled(int tier, int precision) noexcept nogil:
+    return kv_fast(kv_all_kernels[tier]) if kv_all_kernels[tier] != NULL and precision == FAST else kv_all_kernels[tier]
 
 
 cdef const kv_kernels *_find(object name) except NULL:

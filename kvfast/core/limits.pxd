@@ -8,7 +8,7 @@ cdef extern from "simd/limits.h" nogil:
         KV_MATRIX_TILE
         KV_WORD_GROUP
         KV_ROWS
-        KV_PANELS
+        KV_MAX_PANELS
         KV_MATRIX_PANELS
         KV_TASK_ROWS
         KV_MAX_HEAD_DIM

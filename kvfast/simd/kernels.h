@@ -46,7 +46,8 @@
 #include "dtypes.h"
 #include "limits.h"
 
-enum { KV_INTEGERS, KV_PACKED, KV_HALVES, KV_NUM_WIDE_KINDS }; /* what panels are multiplied with */
+/* What panels read: codes, and float rows next to them; the same where some codes are packed; float rows alone. */
+enum { KV_PANELS_OF_CODES, KV_PANELS_OF_PACKED, KV_PANELS_OF_ROWS, KV_PANEL_KINDS };
 
 /* Vectors that do not straddle cache lines. */
 #define KV_ALIGNED __attribute__((aligned(64)))
@@ -169,22 +170,22 @@ typedef struct {
     KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];
     KV_ALIGNED float rope_queries[KV_ROWS * KV_MAX_ROPE_DIM];
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];   /* the same as integers, (high and low, depth/64, rows, 64) */
-    KV_ALIGNED int8_t rope[KV_ROWS * KV_MAX_ROPE_DIM * 2];    /* the same for the rotary part of latent rows */
-    KV_ALIGNED int8_t halves[KV_ROWS * KV_MAX_HEAD_DIM * 4];  /* in bfloat16, (high and low, depth/32, rows, 64) */
-    KV_ALIGNED int8_t rope_halves[KV_ROWS * KV_MAX_ROPE_DIM * 4];
+    KV_ALIGNED int8_t rope_parts[KV_ROWS * KV_MAX_ROPE_DIM * 2];  /* the same for the rotary part of latent rows */
+    KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 4]; /* of words16; or in bfloat16, (high and low, depth/32, rows, 64) */
+    KV_ALIGNED int8_t rope_words[KV_ROWS * KV_MAX_ROPE_DIM * 4];
     /* (padded_dim/16, KV_ROWS, 16) sum of weight x value. In lane tiles, because a processor confuses the addresses of
        stores and loads that are a multiple of a page apart, as whole rows would be */
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];
 } kv_panel;
 
-/* Keys and values of a tile of KV_MATRIX_TILE tokens, as tiles of bytes or as words; see the two operands.inc.h and
-   products_bfloat16.inc.h. */
+/* Keys and values of a tile of KV_MATRIX_TILE tokens, as their family has them; see the operands.inc.h of
+   each. */
 typedef struct {
     kv_room *room;
     int dim, value_dim;                 /* padded, of keys and of values */
     int key_parts, rope_parts, value_parts; /* of bytes */
-    int key_halves;                     /* parts of the keys in bfloat16, or 0: they are bytes */
-    int rope_dim, rope_halves;          /* of the rotary part of latent rows, or 0 */
+    int key_bf16_parts;                 /* parts of the keys in bfloat16, or 0: they are bytes */
+    int rope_dim, rope_bf16_parts;      /* of the rotary part of latent rows, or 0 */
     int num_blocks;                     /* with means */
     int block_of[KV_MATRIX_TILE / KV_LANES];
     int folds[KV_MATRIX_TILE / KV_LANES]; /* whether queries take the scales of a block's channels */
@@ -209,7 +210,7 @@ typedef struct {
 /* Working memory of a task of many query rows; too large for a stack. */
 typedef struct {
     kv_operands operands;
-    kv_panel panels[KV_PANELS];
+    kv_panel panels[KV_MAX_PANELS];
     KV_ALIGNED float rows[KV_ROWS * KV_MAX_HEAD_DIM]; /* (rows, padded_dim) queries of a panel as given */
     KV_ALIGNED float rope_rows[KV_ROWS * KV_MAX_ROPE_DIM];
 } kv_wide_scratch;
@@ -259,6 +260,15 @@ typedef struct {
     const int *bounds;
     const uint16_t *centroids;
 } kv_codes;
+
+/* Attention of many query rows on one tile, by a family of panels, `family`. */
+typedef struct {
+    const char *family; /* NULL: none; vectors take a few rows at a time */
+    void (*prepare)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float scale, int exact,
+                    kv_panel *panel); /* rope NULL: no latent rows; exact: no key is rounded */
+    void (*attend)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values, const kv_tile *next_keys,
+                   const kv_tile *next_values, int64_t position, kv_operands *operands, kv_panel *panels, int num_panels);
+} kv_panel_kernels;
 
 typedef struct kv_kernels {
     const char *isa;
@@ -326,13 +336,7 @@ typedef struct kv_kernels {
     unsigned (*rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdiff_t stride, ptrdiff_t n, const double *noise,
                                int num_rows);
     int has_matrix; /* whether panels are multiplied by a matrix unit */
-    /* Attention of many query rows on one tile; NULL where vectors take a few at a time. KV_INTEGERS: of codes, and float rows next to
-       them. KV_PACKED: the same where some codes are packed. KV_HALVES: of float rows, with a matrix unit in bfloat16 of two parts. */
-    void (*prepare_panel[KV_NUM_WIDE_KINDS])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
-                             float scale, int exact, kv_panel *panel); /* rope NULL: no latent rows; exact: no key is rounded */
-    void (*attend_panels[KV_NUM_WIDE_KINDS])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
-                             const kv_tile *next_keys, const kv_tile *next_values, int64_t position,
-                             kv_operands *operands, kv_panel *panels, int num_panels);
+    kv_panel_kernels panels[KV_PANEL_KINDS];
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                       ptrdiff_t n);
     /* The same of sums in double. */

@@ -23,17 +23,18 @@
 #include "vectors/pq.inc.h"
 #include "vectors/measure.inc.h"
 #if W == 16 && defined(KV_VNNI)
-#include "panels_vnni/operands.inc.h"
-#include "panels_vnni/codes.inc.h"
-#include "panels_vnni/exact.inc.h"
-#include "panels_vnni/scores.inc.h"
-#include "panels_vnni/weights.inc.h"
-#include "panels_vnni/panels.inc.h"
-#define KV_WORDS                                                                                                       \
-    .prepare_panel = {KV_OF_CODES(KV(prepare_words)), KV_OF_CODES(KV(prepare_words)), KV(prepare_words)},              \
-    .attend_panels = {KV_OF_CODES(KV(attend_word_codes)), KV_OF_CODES(KV(attend_word_codes)), KV(attend_words)},
+#define KV_HAS_PANELS 1
+#include "panels/shared.inc.h"
+#if !KV_FAST
+#include "panels/words16/operands.inc.h"
+#include "panels/words16/codes.inc.h"
+#include "panels/words16/exact.inc.h"
+#include "panels/words16/scores.inc.h"
+#include "panels/words16/weights.inc.h"
+#include "panels/words16/panels.inc.h"
+#endif
 #else
-#define KV_WORDS
+#define KV_HAS_PANELS 0
 #endif
 
 /* A library that reads the caches of others, which are rows of floats to the kernels here, leaves out all that is for codes and for
@@ -114,23 +115,28 @@
 #undef KV_ATTENTION
 #define KV_ATTENTION
 #endif
-#if W == 16 && defined(KV_VNNI)
-#include "panels_tiles/tiles.inc.h"
+#endif
+
+/* Kernels of panels, for .panels: those that a family of this name has. */
+#define KV_FAMILY(family, attend) {#family, KV(prepare_##family), KV(attend)}
+#if !KV_HAS_PANELS
+#define KV_PANEL_TABLE
+#elif !KV_FAST
+#define KV_PANEL_TABLE                                                                                \
+    .panels = {KV_OWN_CACHES([KV_PANELS_OF_CODES] = KV_FAMILY(words16, attend_words16_codes),         \
+                             [KV_PANELS_OF_PACKED] = KV_FAMILY(words16, attend_words16_codes),)       \
+               [KV_PANELS_OF_ROWS] = KV_FAMILY(words16, attend_words16_rows)},
+#else
+#include "panels/tiles.inc.h"
 #ifdef KV_MORE_KERNELS
-#define KV_FAST_KIND KV_HALVES
+#define KV_PANEL_TABLE .panels = {[KV_PANELS_OF_ROWS] = KV_FAMILY(tiles8, attend_tiles8)},
 #else
-#define KV_FAST_KIND KV_INTEGERS
+#define KV_PANEL_TABLE .panels = {[KV_PANELS_OF_CODES] = KV_FAMILY(tiles8, attend_tiles8)},
 #endif
-#define KV_PANELS .prepare_panel = {[KV_FAST_KIND] = KV(prepare_panel)}, .attend_panels = {[KV_FAST_KIND] = KV(attend_integers)},
-#else
-#define KV_PANELS
-#endif
-#else
-#define KV_PANELS KV_WORDS
 #endif
 
 kv_kernels KV(kv_kernels) = {
-    .isa = KV_ISA, KV_ATTENTION KV_PANELS
+    .isa = KV_ISA, KV_ATTENTION KV_PANEL_TABLE
     KV_EXACT(KV_TABLE KV_OWN_CACHES(.multiply = {KV(multiply_int8), KV(multiply_float32)}))};
 #if defined(KV_MORE_KERNELS) && !KV_FAST /* those of a library that is built with these */
 #include KV_MORE_KERNELS
@@ -138,11 +144,11 @@ kv_kernels KV(kv_kernels) = {
 #if defined(KV_MATRIX) && !KV_FAST /* another region */
 KV_TARGET_END
 KV_TARGET_BEGIN(KV_MATRIX)
-#include "panels_tiles/tiles.inc.h"
+#include "panels/tiles.inc.h"
 kv_kernels KV_OF_TIER(kv_kernels, amx) = {
     .isa = "amx", KV_ATTENTION KV_TABLE
     KV_OWN_CACHES(.multiply = {KV(multiply_tiles), KV(multiply_float32)},)
     .has_matrix = 1,
-    .prepare_panel = {[KV_INTEGERS] = KV_OF_CODES(KV(prepare_panel)), [KV_HALVES] = KV(prepare_halves)},
-    .attend_panels = {[KV_INTEGERS] = KV_OF_CODES(KV(attend_integers)), [KV_HALVES] = KV(attend_halves)}};
+    .panels = {KV_OWN_CACHES([KV_PANELS_OF_CODES] = KV_FAMILY(tiles8, attend_tiles8),)
+               [KV_PANELS_OF_ROWS] = KV_FAMILY(tiles_bf16, attend_tiles_bf16)}};
 #endif

@@ -197,7 +197,9 @@ def test_words_are_used(rng, isa):
         outs = []
         for tier in (isa, "avx512"):
             with kvfast.use_isa(tier):
-                outs.append((cache.attend(0, q), cache.attend(0, q[-16:]), "attend_panels" in str(cache.explain(0, 40, num_q_heads=4))))
+                outs.append(
+                    (cache.attend(0, q), cache.attend(0, q[-16:]), "attend_words16" in str(cache.explain(0, 40, num_q_heads=4)))
+                )
         (many, few, used), (many_floats, few_floats, _) = outs
         assert used != exact and np.array_equal(few, few_floats)
         assert np.array_equal(many, many_floats) == exact

@@ -4,7 +4,7 @@
 
    The same tier must give the same bits, whatever compiled it: all rounding is in the source. Only `rotate` asks the system for a sine.
    A tier that is not in the file is held to the last one there, the scalar tier, within the bound of each result.
-   prepare_panel and attend_panels, which only AVX-512 VNNI and AMX have, are not called.
+   The kernels of panels, which only AVX-512 VNNI and AMX have, are not called.
 
    On Windows, also that a kernel leaves the registers xmm6 to xmm15 as they were, which other systems let it overwrite, and takes any
    stack that Windows allows. */

@@ -131,7 +131,7 @@ static inline void kv_end_rows(const kv_task *task, int block, unsigned ended)
 /* Attends to a split. Rows whose rounding counts are read again, with those of their block, as few rows are, and exactly. */
 static inline void kv_attend_split(kv_task *task, ptrdiff_t split)
 {
-    unsigned again[KV_PANELS], any = 0;
+    unsigned again[KV_MAX_PANELS], any = 0;
     kv_wide_scratch *const wide = task->wide;
     const ptrdiff_t first_row = task->first_row;
     const kv_kernels *const kernels = task->kernels;

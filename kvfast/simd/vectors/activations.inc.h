@@ -39,7 +39,7 @@
    read again in the exact precision. The rounding of a weight is still carried, so that the sum of many small weights is right. Keys
    of INT4 with channel scales are read as codes of as many bits as their line has, b, and their scales are 2^(8 - b) times those of
    codes of 8 bits: the rounding of a channel that has few bits then weighs less. Tiles of many rows do both otherwise: see
-   scale_codes in panels_tiles/operands.inc.h, and panels_tiles/weights_fast.inc.h. */
+   scale_codes in panels/tiles8/operands.inc.h, and panels/tiles8/weights_fast.inc.h. */
 #define KV_MAX_WORD 32639.0f
 #define KV_MAX_ACTIVATION (KV_FAST ? 127.0f : KV_MAX_WORD)
 #define KV_MAX_WEIGHT (KV_MAX_ACTIVATION - 1.0f) /* plus the carried rounding at most KV_MAX_ACTIVATION */

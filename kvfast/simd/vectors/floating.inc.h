@@ -1,6 +1,6 @@
 /* Attention on float32, float16 and bfloat16 rows, converted in registers, summed in float32. */
 
-static inline __attribute__((always_inline)) vf KV(load_as)(const char *row, int index, const int dtype)
+static inline __attribute__((always_inline)) vf KV(load_as)(const char *row, ptrdiff_t index, const int dtype)
 {
     if (dtype == KV_FLOAT32) return vf_load((const float *)row + index);
     if (dtype == KV_FLOAT16) return vf_load_float16((const uint16_t *)row + index);

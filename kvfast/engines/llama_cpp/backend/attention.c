@@ -156,7 +156,7 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     c.rows = c.q->ne[1] * c.walk.group;
     /* Words, unlike the 17 bits of a matrix unit, are not within the contract for f32. */
     const bool is_f32 = op->src[1]->type == GGML_TYPE_F32 || op->src[2]->type == GGML_TYPE_F32;
-    c.matrix = c.rows >= MATRIX_ROWS && kernels->attend_panels[KV_HALVES] && (kernels->has_matrix || !is_f32);
+    c.matrix = c.rows >= MATRIX_ROWS && kernels->panels[KV_PANELS_OF_ROWS].attend && (kernels->has_matrix || !is_f32);
     c.products = !c.matrix && c.rows >= PRODUCT_ROWS;
     open_side(&c.k, op->src[1], &c, true);
     open_side(&c.v, op->src[2], &c, false);

@@ -78,7 +78,7 @@ static void prepare_rows(const kv_task *t)
             const char *q = (const char *)c->q->data + row / t->call->group * c->q->nb[1];
             memcpy(rows + r * padded, q + head * c->q->nb[2] + stream_of(t) * c->q->nb[3], (size_t)n * sizeof *rows);
         }
-        if (t->wide) kernels->prepare_panel[KV_HALVES](&c->k.rows, rows, NULL, NULL, c->scale, 0, t->wide->panels + b);
+        if (t->wide) kernels->panels[KV_PANELS_OF_ROWS].prepare(&c->k.rows, rows, NULL, NULL, c->scale, 0, t->wide->panels + b);
         else if (c->k.prepare) c->k.prepare(rows, count, (int)n, c->scale, own->queries + b);
         else kernels->prepare[c->k.rows.dtype](&c->k.rows, rows, count, c->scale, &t->narrow[b].queries);
     }
@@ -103,8 +103,8 @@ static void attend_with_matrix(const kv_task *t, const tile_rows *k, const tile_
         memcpy(panel->stop, own->to + b * KV_ROWS, sizeof panel->stop);
         panel->options = options_of(t, b);
     }
-    t->kernels->attend_panels[KV_HALVES](k->side, v->side, keys, values, keys, values, 0, &t->wide->operands, t->wide->panels,
-                                         blocks);
+    t->kernels->panels[KV_PANELS_OF_ROWS].attend(k->side, v->side, keys, values, keys, values, 0, &t->wide->operands, t->wide->panels,
+                                                 blocks);
 }
 
 /* Fetches, of the tile after one of `count` tokens, what is where token i of it is, and the tokens after that. */

@@ -13,7 +13,7 @@
    Activations of the fast precision are one part, the high one. With 2 parts, of 512 elements of a key or 128 tokens,
        |sum v x| <= 512 * 32639 * 127 = 2 122 317 696 < 2^31.
 
-   Keys that are stored as floats are multiplied in bfloat16 where there is a matrix unit, products_bfloat16.inc.h: with one channel
+   Keys that are stored as floats are multiplied in bfloat16 where there is a matrix unit, tiles_bf16: with one channel
    louder than the others, an integer would leave the others few bits. Vectors have 16 bits for them. Queries are rounded as in
    activations.inc.h, and their rounding errors are multiplied as well where they matter. */
 
@@ -38,7 +38,7 @@ static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int
 
 /* Prepares 16 query rows: times the softmax scale, as integers with their units, and in bfloat16. */
 static void KV(prepare_rows)(const float *rows, int n, float factor, float *scaled, float *unit, float *inverse,
-                             int8_t *parts, int8_t *halves)
+                             int8_t *parts, int8_t *words)
 {
     for (int r = 0; r < KV_ROWS; r++, rows += n, scaled += n) {
         KV(scale_row)(rows, n, factor, NULL, scaled);
@@ -46,19 +46,19 @@ static void KV(prepare_rows)(const float *rows, int n, float factor, float *scal
         inverse[r] = KV_INVERSE(largest);
         unit[r] = largest / KV_MAX_ACTIVATION;
         KV(cut_query)(scaled, n, vf_set1(inverse[r]), r, parts);
-        if (KV_TILE_UNIT) KV(halve_query)(scaled, n, vf_set1(1.0f), r, halves);
+        if (KV_TILE_UNIT) KV(cut_query_bf16)(scaled, n, vf_set1(1.0f), r, words);
     }
 }
 
 /* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
-static void KV(prepare_panel)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
+static void KV(prepare_tiles8)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                               float factor, int exact, kv_panel *panel)
 {
     (void)exact;
-    KV(prepare_rows)(rows, side->padded_dim, factor, panel->queries, panel->unit, panel->inverse, panel->parts, panel->halves);
+    KV(prepare_rows)(rows, side->padded_dim, factor, panel->queries, panel->unit, panel->inverse, panel->parts, panel->words);
     if (rope)
         KV(prepare_rows)(rope_rows, rope->padded_dim, factor, panel->rope_queries, panel->rope_unit, panel->rope_inverse,
-                         panel->rope, panel->rope_halves);
+                         panel->rope_parts, panel->rope_words);
 }
 
 /* Sums of a lane tile, 16 rows x 16 lanes. */

@@ -69,7 +69,7 @@ typedef struct {
 /* What the task's room holds while a panel reads a tile: scores, then weights; weights in the order of the matrix unit. */
 typedef struct {
     KV_ALIGNED float scores[KV_ROWS * KV_MATRIX_TILE];
-    KV_ALIGNED int8_t x[2 * TOKEN_HALVES * TILE_BYTES];
+    KV_ALIGNED int8_t x[2 * BF16_TOKEN_TILES * TILE_BYTES];
     KV(folded_panel) folded;
     KV(lane_sums) sums[4];
 } KV(panel_room);
@@ -131,7 +131,7 @@ static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel,
 /* Adds the products of the rotary part of latent rows, codes, to the scores. */
 static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
 {
-    const KV(key_products) p = {operands->rope, panel->rope, operands->rope_dim, operands->rope_parts, operands->rope_starts,
+    const KV(key_products) p = {operands->rope, panel->rope_parts, operands->rope_dim, operands->rope_parts, operands->rope_starts,
                                 operands->rope_scales, panel->rope_unit, NULL, KV(no_scores), operands->rope_error, operands->room};
     KV(score_rows)(&p, panel->rope_queries, panel->rope_inverse, begin / KV_LANES, end / KV_LANES, scores, 0, ADDS);
 }

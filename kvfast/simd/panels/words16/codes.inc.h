@@ -9,13 +9,6 @@
    Keys with channel scales are rounded to words as float rows are. Packed codes are expanded to INT8 before, and values of latent rows
    are their keys, transposed. */
 
-/* A line of codes as signed bytes; of nibbles the low ones. */
-static inline __attribute__((always_inline)) vi KV(signed_codes)(vcodes stored, const int dtype)
-{
-    if (dtype == KV_INT4) return _mm512_sub_epi8(vcodes_low(stored), _mm512_set1_epi8(8));
-    return _mm512_xor_si512(dtype == KV_INT8 ? stored : vcodes_levels(stored), _mm512_set1_epi8((char)128));
-}
-
 /* Writes a line of four signed bytes a lane as two lines of two words, and adds the squares of each lane. */
 static inline __attribute__((always_inline)) void KV(put_word_lines)(vi bytes, int8_t *out, vacc *squares)
 {
@@ -55,26 +48,6 @@ static inline vf KV(load_token_scales)(const kv_side *side, const char *block, i
     const vf scales = KV(load_scales)(block + side->scales, slot, side->dtype);
     const vf finite = vf_min(vf_max(scales, vf_set1(-KV_MAX_FLOAT32)), vf_set1(KV_MAX_FLOAT32));
     return _mm512_maskz_mov_ps((__mmask16)(count < KV_LANES ? (1u << count) - 1 : 0xFFFF), finite);
-}
-
-/* Widens keys with channel scales of 16 tokens to a line of bytes for each four depths, less a bias; see keys.h. */
-static inline __attribute__((always_inline)) void KV(widen_keys)(const char *unit, int units, const kv_key_order *order,
-                                                                 const int dtype, int bias, const char *ahead, int8_t *out)
-{
-    const int unit_bytes = 32 * kv_dtypes[dtype].bits;
-    const vi less = _mm512_set1_epi8((char)bias);
-    for (size_t u = 0; u < (size_t)units; u++, unit += unit_bytes, ahead += unit_bytes) {
-        const KV(dwords) low = (KV(dwords))vcodes_load(unit);
-        const KV(dwords) high = dtype == KV_INT4 ? (KV(dwords))vcodes_load(unit + 64) : (KV(dwords))KV(load_nibbles)(unit + 64, 0);
-        kv_prefetch_lines(ahead, 2, kv_prefetch_level);
-#define KV_PUT(line, codes, other, more)                                                          \
-    do {                                                                                           \
-        _mm512_store_si512(out + (size_t)(line) * 64, _mm512_sub_epi8((vi)(codes), less));         \
-        _mm512_store_si512(out + (size_t)(other) * 64, _mm512_sub_epi8((vi)(more), less));         \
-    } while (0)
-        KV_EACH_KEY_LINES(dtype, 0, order, u, low, high, KV_PUT);
-#undef KV_PUT
-    }
 }
 
 /* The statistics of a block of keys. */

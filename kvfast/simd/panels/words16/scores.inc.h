@@ -12,14 +12,14 @@ static void KV(prepare_word_lane)(const float *rows, int n, float norm, float fa
 }
 
 /* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. Where all keys are exact, no norm is limited. */
-static void KV(prepare_words)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float factor,
+static void KV(prepare_words16)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float factor,
                               int exact, kv_panel *panel)
 {
     const float norm = exact ? INFINITY : KV_WORD_NORM;
     panel->factor = factor;
-    KV(prepare_word_lane)(rows, side->padded_dim, norm, factor, panel->queries, panel->halves, panel->unit, panel->square);
+    KV(prepare_word_lane)(rows, side->padded_dim, norm, factor, panel->queries, panel->words, panel->unit, panel->square);
     if (rope)
-        KV(prepare_word_lane)(rope_rows, rope->padded_dim, norm, factor, panel->rope_queries, panel->rope_halves, panel->rope_unit,
+        KV(prepare_word_lane)(rope_rows, rope->padded_dim, norm, factor, panel->rope_queries, panel->rope_words, panel->rope_unit,
                               panel->rope_square);
 }
 
@@ -218,8 +218,8 @@ static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panels, in
     KV(word_queries) queries[2], rope[2];
     for (int i = 0; i < 2; i++) {
         const kv_panel *panel = panels + (i < count ? i : 0);
-        queries[i] = (KV(word_queries)){panel->queries, panel->halves, vf_load(panel->unit), panel->factor};
-        rope[i] = (KV(word_queries)){panel->rope_queries, panel->rope_halves, vf_load(panel->rope_unit), panel->factor};
+        queries[i] = (KV(word_queries)){panel->queries, panel->words, vf_load(panel->unit), panel->factor};
+        rope[i] = (KV(word_queries)){panel->rope_queries, panel->rope_words, vf_load(panel->rope_unit), panel->factor};
     }
     KV(score_keys)(queries, count, tile->keys, begin, end, scores, 0);
     if (tile->rope) KV(score_keys)(rope, count, tile->rope, begin, end, scores, 1);

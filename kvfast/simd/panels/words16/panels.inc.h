@@ -1,46 +1,6 @@
 /* Attention of many query rows with words; see operands.inc.h. Panels of 16 query rows read the keys and values of
    KV_MATRIX_TILE tokens, which become words once for all of them. The softmax is corrected once for these tokens. */
 
-/* Prefetches one part in `parts` of each block of a tile. */
-static inline void KV(prefetch_blocks)(const kv_side *side, const kv_tile *tile, int part, int parts)
-{
-    const ptrdiff_t begin = side->bytes * part / parts / 64 * 64, end = side->bytes * (part + 1) / parts;
-    for (int token = -tile->first, i = 0; token < tile->count; token += side->block_size, i++)
-        for (ptrdiff_t at = begin; at < end; at += 64) __builtin_prefetch(tile->base + tile->at[i] + at, 0, 2);
-}
-
-/* The tiles that are read after these tokens. */
-typedef struct {
-    const kv_side *k, *v;
-    const kv_tile *keys, *values;
-    int part, parts;
-} KV(following);
-
-/* Prefetches one part of them. A processor can wait for few lines at once, and the lines that it needs now would queue
-   after the others. */
-static inline void KV(prefetch_part)(KV(following) *next)
-{
-    KV(prefetch_blocks)(next->k, next->keys, next->part, next->parts);
-    KV(prefetch_blocks)(next->v, next->values, next->part, next->parts);
-    next->part++;
-}
-
-enum { PREFETCHES = 3 }; /* parts that a panel prefetches */
-
-/* Finds the tokens of a tile that a row of the panel sees, from and to a multiple of `whole`; returns 0 if there are none. */
-static inline int KV(find_seen)(const kv_panel *panel, int whole, int *begin, int *end)
-{
-    int first = KV_MATRIX_TILE, stop = 0;
-    for (int r = 0; r < panel->rows; r++)
-        if (panel->start[r] < panel->stop[r]) {
-            first = panel->start[r] < first ? panel->start[r] : first;
-            stop = panel->stop[r] > stop ? panel->stop[r] : stop;
-        }
-    *begin = first / whole * whole;
-    *end = (stop + whole - 1) / whole * whole;
-    return first < stop;
-}
-
 /* As add_words for two groups of tokens from `group` on, two lanes of values and 4 rows from `row` on. The panel's sums are loaded and
    stored for both at once. All four groups at once, for 2 rows, are slower (python -m kvfast bench --work prefill). */
 static inline void KV(add_two_groups)(const int8_t *values, const KV(word_weights) *w, int group, int row, const float *rescale,
@@ -169,9 +129,6 @@ typedef struct {
     KV(word_scores) others;
 } KV(word_room);
 
-/* How the rows of panels are multiplied with keys. */
-typedef enum { KV(WORDS), KV(CODES) } KV(word_kind);
-
 /* Scores of one panel or two. `tiles` are the keys for rows that see some of the tile, and for those that see all. */
 static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panels, int count,
                              KV(word_pass) *passes)
@@ -209,7 +166,7 @@ static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panel
 /* Loads one side of keys for both tiles: as they are and less their mean, if they are float rows. */
 static inline __attribute__((always_inline)) void KV(load_sides)(
     const kv_side *side, const kv_tile *tile, const int *wanted, float *means, int8_t *words, ptrdiff_t words_bytes,
-    kv_operands *operands, KV(word_keys) keys[2], const KV(word_keys) *loaded[2], const KV(word_kind) kind)
+    kv_operands *operands, KV(word_keys) keys[2], const KV(word_keys) *loaded[2], const int of_codes)
 {
     for (int i = 0; i < 2; i++) {
         KV(word_keys) *now = keys + i;
@@ -217,7 +174,7 @@ static inline __attribute__((always_inline)) void KV(load_sides)(
         if (!wanted[i]) continue;
         now->family = side->family, now->dim = side->padded_dim, now->dtype = side->dtype;
         now->words = words + i * words_bytes, now->means = means + i * KV_MAX_HEAD_DIM;
-        if (kind == KV(CODES) && side->family != KV_FLOAT_ROWS) KV(load_key_codes)(side, tile, operands, now);
+        if (of_codes && side->family != KV_FLOAT_ROWS) KV(load_key_codes)(side, tile, operands, now);
         else {
             KV(load_key_words)(side, tile, i, operands, now);
             continue;
@@ -227,9 +184,9 @@ static inline __attribute__((always_inline)) void KV(load_sides)(
     }
 }
 
-static inline __attribute__((always_inline)) void KV(attend_word_tile)(
+static inline __attribute__((always_inline)) void KV(attend_words16)(
     const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values, const kv_tile *next_keys,
-    const kv_tile *next_values, int64_t position, kv_operands *operands, kv_panel *panels, int num_panels, const KV(word_kind) kind)
+    const kv_tile *next_values, int64_t position, kv_operands *operands, kv_panel *panels, int num_panels, const int of_codes)
 {
     const int has_rope = v->as_keys && v->padded_dim;
     const kv_side *from = v->as_keys ? k : v;
@@ -243,14 +200,14 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
     }
     /* Codes have the means of up to 8 blocks, but latent rows do not have means. */
     KV(load_sides)(k, keys, wanted, operands->means, operands->keys, KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2, operands, room->keys,
-                   k_loaded, kind);
+                   k_loaded, of_codes);
     if (has_rope)
         KV(load_sides)(v, values, wanted, operands->means + 2 * KV_MAX_HEAD_DIM, operands->rope, KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 2,
-                       operands, room->rope, rope_loaded, kind);
+                       operands, room->rope, rope_loaded, of_codes);
     const KV(word_tile) tiles[2] = {{k_loaded[0], rope_loaded[0], operands->room}, {k_loaded[1], rope_loaded[1], operands->room}};
     operands->value_dim = from->padded_dim;
     const kv_tile *from_tile = v->as_keys ? keys : values;
-    if (kind == KV(CODES) && from->family != KV_FLOAT_ROWS) KV(load_value_codes)(from, from_tile, v->as_keys, operands);
+    if (of_codes && from->family != KV_FLOAT_ROWS) KV(load_value_codes)(from, from_tile, v->as_keys, operands);
     else KV(load_value_words)(from, from_tile, operands);
     KV(following) next = {k, v, next_keys, next_values, 0, num_panels * PREFETCHES};
     for (int i = 0, count; i < num_panels; i += count) {
@@ -271,12 +228,12 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
     }
 }
 
-#define KV_ATTEND(name, kind)                                                                                          \
+#define KV_ATTEND(name, of_codes)                                                                                             \
     static void KV(name)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,                      \
-                         const kv_tile *next_keys, const kv_tile *next_values, int64_t position, kv_operands *operands,         \
+                         const kv_tile *next_keys, const kv_tile *next_values, int64_t position, kv_operands *operands,       \
                          kv_panel *panels, int num_panels)                                                                    \
     {                                                                                                                         \
-        KV(attend_word_tile)(k, v, keys, values, next_keys, next_values, position, operands, panels, num_panels, kind); \
+        KV(attend_words16)(k, v, keys, values, next_keys, next_values, position, operands, panels, num_panels, of_codes);     \
     }
-KV_ATTEND(attend_words, KV(WORDS))
-KV_ATTEND(attend_word_codes, KV(CODES))
+KV_ATTEND(attend_words16_rows, 0)
+KV_ATTEND(attend_words16_codes, 1)

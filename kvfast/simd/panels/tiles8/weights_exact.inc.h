@@ -1,13 +1,13 @@
 /* Weights as activations of two parts, or in bfloat16. */
 
 /* Turns scores into weights, exp(score - maximum), and updates the panel's maxima and sums of weights.
-   With `halves` the maxima are those of all tiles so far, and x is (2, KV_MATRIX_TILE / 32, KV_ROWS, 32) bfloat16. Otherwise they
+   With `bf16` the maxima are those of all tiles so far, and x is (2, KV_MATRIX_TILE / 32, KV_ROWS, 32) bfloat16. Otherwise they
    are those of these tokens. The weights times the values' scales stay in `scores`, and are rounded to integers, (2,
    KV_MATRIX_TILE / 64, KV_ROWS, 64) bytes. `begin` and `end`, multiples of 64, leave out only tokens that no row sees. They do
    not change a row's numbers: weights of masked tokens are 0, and sums are taken lane by lane. */
 static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const kv_operands *operands, kv_panel *panel, int64_t position, int begin, int end, float *scores, int8_t *x,
-    KV(correction) *correction, const int halves)
+    KV(correction) *correction, const int bf16)
 {
     KV_ALIGNED float most[KV_ROWS * W], sums[KV_ROWS * W], base[KV_ROWS];
     const vf log2e = vf_set1(1.44269504f);
@@ -15,7 +15,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const vf from = KV(find_maxima)(operands, panel, position, begin, end, scores, correction, &here, &reach);
     const vf keep = vf_load(correction->rescale);
     const __mmask16 blind = _mm512_cmp_ps_mask(here, vf_set1(-INFINITY), _CMP_EQ_OQ);
-    vf_store(base, halves ? from : _mm512_maskz_mov_ps(~blind, here));
+    vf_store(base, bf16 ? from : _mm512_maskz_mov_ps(~blind, here));
     for (int r = 0; r < KV_ROWS; r++) {
         float *row = scores + r * KV_MATRIX_TILE;
         int8_t *at = x + begin * (KV_ROWS * 2) + r * 64;
@@ -25,18 +25,18 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
             KV(exp2_of_scores)(weight, 2);
             for (int i = 0; i < 2; i++) {
                 total = vf_add(total, weight[i]);
-                if (halves) continue;
+                if (bf16) continue;
                 const vf scaled = vf_mul(weight[i], vf_load(operands->value_scales + t + i * W));
                 top = vf_max(top, scaled);
                 vf_store(row + t + i * W, scaled);
             }
-            if (halves) KV(put_halves)(weight[0], weight[1], at, at + KV_MATRIX_TILE / 32 * TILE_BYTES);
+            if (bf16) KV(put_bf16)(weight[0], weight[1], at, at + KV_MATRIX_TILE / 32 * TILE_BYTES);
         }
         vf_store(sums + r * W, total);
         vf_store(most + r * W, top);
     }
     const vf sum = KV(reduce_rows)(sums, 0), l = vf_load(panel->l);
-    if (halves) {
+    if (bf16) {
         vf_store(panel->l, vf_fma(l, keep, sum));
         return;
     }

@@ -1,24 +1,6 @@
 /* Turns the scores of 16 query rows into weights, as words. A vector holds the 16 rows of one token, so that no maximum or sum goes
    across lanes. */
 
-/* Replaces `count` vectors, at most 8, by 2^x for -126 <= x <= 0; 0 below, and NaN for NaN. Interpolates 2^r, r = x - floor(x), in the
-   Chebyshev nodes of 0 to 1 (relative error 3.5e-6, a fifth of the activations' rounding). Each step is taken for all vectors before
-   the next, as a processor does not look far enough ahead to overlap them. */
-static inline __attribute__((always_inline)) void KV(exp2_of_scores)(vf *x, const int count)
-{
-    const float factors[] = {0.0136703094f, 0.0517449975f, 0.241604358f, 0.692972898f, 1.00000346f};
-    vf r[8], y[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < count; i++) r[i] = _mm512_reduce_ps(x[i], _MM_FROUND_TO_NEG_INF), y[i] = vf_set1(factors[0]);
-#pragma GCC unroll 4
-    for (int factor = 1; factor < 5; factor++)
-#pragma GCC unroll 8
-        for (int i = 0; i < count; i++) y[i] = vf_fma(y[i], r[i], vf_set1(factors[factor]));
-#pragma GCC unroll 8
-    for (int i = 0; i < count; i++)
-        x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x[i], vf_set1(-126.0f), _CMP_NLT_UQ), y[i], x[i]);
-}
-
 /* Scores and weights of a panel's rows, and how they become words. */
 typedef struct {
     KV(word_scores) scores;

@@ -24,64 +24,11 @@
 #define KV_MOST_VALUE 16383.0f
 #define KV_MOST_WEIGHTS 131050.0f
 
-/* Compilers load nothing of what comes next before it, or sums would not stay in registers. */
-#define KV_NOTHING_SOONER __asm__ volatile("" ::: "memory")
-
 enum {
     WORD_GROUPS = KV_MATRIX_TILE / KV_WORD_GROUP,
     /* Bytes of 16 elements of values. A processor confuses the addresses of stores that are a multiple of a page apart. */
     VALUE_STRIDE = KV_MATRIX_TILE * 32 + 64,
 };
-
-/* Transposes 16 lines of 16 dwords: dword l of line r becomes dword r of line l. */
-static void KV(transpose_lines)(const int8_t *lines, int8_t *out)
-{
-    vi a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_load_si512(lines + 64 * i);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) { /* a[4 g + i] holds dwords i, 4 + i, 8 + i, 12 + i of lines 4 g to 4 g + 3 */
-        const vi even_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88);
-        const vi odd_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xDD);
-        const vi even_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
-        const vi odd_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xDD);
-        _mm512_store_si512(out + 64 * i, _mm512_shuffle_i32x4(even_0, even_1, 0x88));
-        _mm512_store_si512(out + 64 * (8 + i), _mm512_shuffle_i32x4(even_0, even_1, 0xDD));
-        _mm512_store_si512(out + 64 * (4 + i), _mm512_shuffle_i32x4(odd_0, odd_1, 0x88));
-        _mm512_store_si512(out + 64 * (12 + i), _mm512_shuffle_i32x4(odd_0, odd_1, 0xDD));
-    }
-}
-
-/* The sum, or the maximum, of each of 16 rows of 16 floats. */
-static inline __attribute__((always_inline)) vf KV(reduce_rows)(const float *rows, const int maximum)
-{
-#define JOIN(x, y) (maximum ? vf_max(x, y) : vf_add(x, y))
-    vf a[16];
-    for (int i = 0; i < 16; i++) a[i] = vf_load(rows + 16 * i);
-    /* Row r ends up in lane r: bits 3 and 2 of r choose the 128-bit lane, bits 1 and 0 the place in it. */
-    for (int i = 0; i < 16; i += 2)
-        a[i / 2] = JOIN(_mm512_unpacklo_ps(a[i], a[i + 1]), _mm512_unpackhi_ps(a[i], a[i + 1]));
-    for (int i = 0; i < 8; i += 2)
-        a[i / 2] = JOIN(_mm512_shuffle_ps(a[i], a[i + 1], 0x44), _mm512_shuffle_ps(a[i], a[i + 1], 0xEE));
-    for (int i = 0; i < 4; i += 2)
-        a[i / 2] = JOIN(_mm512_shuffle_f32x4(a[i], a[i + 1], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 1], 0xDD));
-    return JOIN(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xDD));
-#undef JOIN
-}
-
-static inline vf KV(load_element)(const char *row, ptrdiff_t i, int dtype)
-{
-    if (dtype == KV_FLOAT32) return vf_load((const float *)row + i);
-    return dtype == KV_FLOAT16 ? vf_load_float16((const uint16_t *)row + i) : vf_load_bfloat16((const uint16_t *)row + i);
-}
 
 /* Rounds 16 rows of n floats, queries or keys, to words whose sets have at most this norm. Writes their units and the squares of their
    norms. */
@@ -136,20 +83,6 @@ static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, float 
     }
 }
 
-static const KV_ALIGNED char KV(no_words)[4 * KV_MAX_HEAD_DIM];
-
-/* Finds the rows of a tile's tokens, and rows of zeros up to whole lane tiles; returns how many. */
-static int KV(find_rows)(const kv_side *side, const kv_tile *tile, int multiple, const char **rows)
-{
-    const int count = (tile->count + multiple - 1) / multiple * multiple;
-    const ptrdiff_t *block = tile->at;
-    for (int t = 0, slot = tile->first; t < count; t++, slot++) {
-        if (slot == side->block_size) slot = 0, block++;
-        rows[t] = t < tile->count ? tile->base + *block + slot * side->row_stride : KV(no_words);
-    }
-    return count;
-}
-
 /* Keys as words, and what they were made of: float rows, or codes. */
 typedef struct {
     const char *rows[KV_MATRIX_TILE]; /* float rows */
@@ -193,7 +126,7 @@ static inline __attribute__((always_inline)) void KV(average_keys)(KV(word_keys)
         vf sum[4];
         KV_FOR4(v, 4, sum[v] = vf_set1(0.0f););
         for (int t = 0; t < KV_MATRIX_TILE; t++)
-            KV_FOR4(v, 4, if (v < vectors) sum[v] = vf_add(sum[v], KV(load_element)(keys->rows[t], i + v * W, dtype)););
+            KV_FOR4(v, 4, if (v < vectors) sum[v] = vf_add(sum[v], KV(load_as)(keys->rows[t], i + v * W, dtype)););
         KV_FOR4(v, 4, if (v < vectors) vf_store(keys->means + i + v * W, vf_mul(sum[v], vf_set1(1.0f / KV_MATRIX_TILE))););
     }
 }
@@ -209,7 +142,7 @@ static inline __attribute__((always_inline)) void KV(load_key_rows)(KV(word_keys
     for (int t = 0; t < count; t += KV_LANES, out += n * 32) {
         for (int r = 0; r < KV_LANES; r++)
             for (int i = 0; i < n; i += W)
-                vf_store(rows + r * STRIDE + i, vf_sub(KV(load_element)(keys->rows[t + r], i, dtype), vf_load(keys->means + i)));
+                vf_store(rows + r * STRIDE + i, vf_sub(KV(load_as)(keys->rows[t + r], i, dtype), vf_load(keys->means + i)));
         KV(put_word_lane)(rows, STRIDE, n, KV_WORD_NORM, out, keys->units + t, keys->squares + t);
     }
 }
@@ -241,7 +174,7 @@ static inline __attribute__((always_inline)) float KV(round_values)(const char *
     for (int first = 0; first < count; first += KV_LANES) {
         for (int t = 0; t < KV_LANES; t++) {
             vf largest = vf_set1(0.0f);
-            for (int i = 0; i < n; i += W) largest = vf_max(largest, vf_abs(KV(load_element)(rows[first + t], i, dtype)));
+            for (int i = 0; i < n; i += W) largest = vf_max(largest, vf_abs(KV(load_as)(rows[first + t], i, dtype)));
             vf_store(part + t * W, largest);
         }
         const vf peaks = KV(reduce_rows)(part, 1);
@@ -251,8 +184,8 @@ static inline __attribute__((always_inline)) float KV(round_values)(const char *
         for (int t = 0; t < KV_LANES; t += 2, out += 64) {
             const char *one = rows[first + t], *other = rows[first + t + 1];
             for (int i = 0; i < n; i += W) {
-                const vi a = vf_round(vf_mul(KV(load_element)(one, i, dtype), vf_set1(factor[t])));
-                const vi b = vf_round(vf_mul(KV(load_element)(other, i, dtype), vf_set1(factor[t + 1])));
+                const vi a = vf_round(vf_mul(KV(load_as)(one, i, dtype), vf_set1(factor[t])));
+                const vi b = vf_round(vf_mul(KV(load_as)(other, i, dtype), vf_set1(factor[t + 1])));
                 const vi words = _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16));
                 squares = vf_add(squares, vi_to_float(_mm512_madd_epi16(words, words))); /* at most 2 * 16383^2 < 2^31 */
                 _mm512_store_si512(out + i / W * VALUE_STRIDE, words);

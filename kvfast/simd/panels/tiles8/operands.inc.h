@@ -1,12 +1,10 @@
 /* Lays out keys and values of up to KV_MATRIX_TILE tokens as operands: lane tiles of 16 lanes by 64 depths, in int8, values in one or
-   two parts; see products_int8.inc.h. */
+   two parts; see products.inc.h. */
 
 enum {
     TILE_DEPTH = 64,
     TILE_BYTES = KV_ROWS * TILE_DEPTH,
     TOKEN_TILES = KV_MATRIX_TILE / TILE_DEPTH,
-    HALVES_DEPTH = 32,
-    TOKEN_HALVES = KV_MATRIX_TILE / HALVES_DEPTH,
 };
 
 /* Goes before loads of tiles and of their configuration: gcc 12 does not know that these read what `p` points to. */
@@ -37,31 +35,6 @@ static inline void KV(cut_activations)(vi a, vi b, vi c, vi d, int8_t *high, int
 #endif
 }
 
-/* Splits 32 floats into high and low bfloat16, pairs of a[i] and b[i]. Each half is rounded to nearest, ties away from zero.
-   Values beyond the largest bfloat16 become the largest. */
-static inline void KV(put_halves)(vf a, vf b, int8_t *high, int8_t *low)
-{
-    const vf most = vf_set1(0x1.FEp127f), least = vf_set1(-0x1.FEp127f);
-    a = vf_max(vf_min(a, most), least), b = vf_max(vf_min(b, most), least);
-    const vi half = vi_set1(0x8000), upper = vi_set1((int)0xFFFF0000);
-    const vi a_high = vi_and(vi_add(vf_bits(a), half), upper), b_high = vi_and(vi_add(vf_bits(b), half), upper);
-    const vi a_low = vi_add(vf_bits(vf_sub(a, _mm512_castsi512_ps(a_high))), half);
-    const vi b_low = vi_add(vf_bits(vf_sub(b, _mm512_castsi512_ps(b_high))), half);
-    _mm512_store_si512(high, _mm512_or_si512(_mm512_srli_epi32(a_high, 16), b_high));
-    _mm512_store_si512(low, _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(a_low, 16), b_low));
-}
-
-/* Writes row r of a panel times a factor as halves, (2, tiles, rows, 64). */
-static inline void KV(halve_query)(const float *row, int n, vf factor, int r, int8_t *parts)
-{
-    const int tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH;
-    int8_t *at = parts + r * 64;
-    for (int d = 0; d < n; d += HALVES_DEPTH, at += TILE_BYTES) {
-        const vf b = d + W < n ? vf_load(row + d + W) : vf_set1(0.0f);
-        KV(put_halves)(vf_mul(vf_load(row + d), factor), vf_mul(b, factor), at, at + tiles * TILE_BYTES);
-    }
-}
-
 /* The parts of an element of float rows, and what they hold. In a library that reads the caches of others, the fast precision is for
    rows that were codes of at most 8 bits: one part. */
 #if KV_FAST && defined(KV_MORE_KERNELS)
@@ -80,7 +53,7 @@ static float KV(cut_row)(const kv_side *side, const char *row, int tiles, int8_t
     const int n = side->padded_dim;
     vf x[KV_MAX_HEAD_DIM / W], largest = vf_set1(0.0f);
     for (int i = 0; i < tiles * 4; i++) {
-        x[i] = i * W < n ? KV(load_element)(row, i * W, side->dtype) : vf_set1(0.0f);
+        x[i] = i * W < n ? KV(load_as)(row, i * W, side->dtype) : vf_set1(0.0f);
         largest = vf_max(largest, vf_abs(x[i]));
     }
     const float peak = vf_hmax(largest);

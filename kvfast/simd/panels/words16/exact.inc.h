@@ -26,7 +26,7 @@ typedef struct {
 
 static inline __attribute__((always_inline)) vf KV(load_exact)(const KV(exact_key) *key, ptrdiff_t i, const int dtype)
 {
-    if (dtype != KV_INT8) return KV(load_element)(key->row, i, dtype);
+    if (dtype != KV_INT8) return KV(load_as)(key->row, i, dtype);
     const __m128i codes = _mm_load_si128((const __m128i *)(key->row + (i & ~63) * KV_MATRIX_TILE + (i & 63)));
     return vf_mul(vi_to_float(_mm512_cvtepi8_epi32(codes)), vf_load(key->scales + i));
 }

@@ -30,12 +30,12 @@ static void KV(find_value_logs)(kv_operands *operands)
    others. `begin` and `end`, multiples of 64, leave out only tokens that no row sees, and change no row's numbers. */
 static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const kv_operands *operands, kv_panel *panel, int64_t position, int begin, int end, float *scores, int8_t *x,
-    KV(correction) *correction, const int halves)
+    KV(correction) *correction, const int bf16)
 {
     KV_ALIGNED float sums[KV_ROWS * W], base[KV_ROWS];
     const vf log2e = vf_set1(1.44269504f);
     vf here, reach;
-    (void)halves;
+    (void)bf16;
     const vf from = KV(find_maxima)(operands, panel, position, begin, end, scores, correction, &here, &reach);
     const __mmask16 blind = _mm512_cmp_ps_mask(here, vf_set1(-INFINITY), _CMP_EQ_OQ);
     const vf top = vf_mul(_mm512_maskz_mov_ps(~blind, here), log2e);

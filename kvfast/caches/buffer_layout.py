@@ -64,15 +64,6 @@ def buffer_layout(
     rope_dim : int, optional
         As in `PagedMLAKVCache`, whose `latent_dim` is the `head_dim` here; `num_kv_heads` is then 1.
 
-    Returns
-    -------
-    BufferLayout
-
-    Raises
-    ------
-    ValueError, TypeError
-        As in `PagedKVCache`, and `PagedMLAKVCache`; for `rope_dim` with several heads, or with values of their own.
-
     Examples
     --------
     >>> import kvfast, numpy as np

@@ -55,7 +55,9 @@ class KVCache(SequenceCache):
     Notes
     -----
     Each layer keeps its own length: append to every layer, then `advance`. All checks run before anything
-    is written; a refused call leaves the cache as it was.
+    is written; a refused call leaves the cache as it was. Every method of every cache raises DimensionMismatchError for a wrong
+    shape, TypeError for a wrong type, IndexError for a layer that is not there, NonFiniteInputError for NaN and infinity, and
+    ValueError for a value out of range.
 
     A format that seals blocks, such as ``"int4"`` (see `KVFormat`), keeps tokens as float16 until they are advanced and their
     block is full. Queries still read the float16 rows until 16 further tokens follow the block. If `truncate` goes back further

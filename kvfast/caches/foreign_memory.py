@@ -19,22 +19,9 @@ class _Memory:
 
 
 def pool_over(addresses, block_stride, owner, **arguments):
-    """A `PagedKVCache` over the memory of each layer.
+    """A `PagedKVCache` over memory that begins at an address for each layer, or with none over its own. The pool keeps `owner` alive.
 
-    Parameters
-    ----------
-    addresses : list of int
-        Where the blocks of each layer begin; empty for memory of the pool's own.
-    block_stride : int
-        Bytes from block to block, or 0 if they lie one after the other.
-    owner : object
-        What the pool keeps alive, or None.
-    **arguments
-        Those of `PagedKVCache`.
-
-    Returns
-    -------
-    PagedKVCache
+    `block_stride`: bytes from block to block, or 0 if blocks lie one after the other.
     """
     layout, buffer = buffer_layout(**arguments), []
     for layer, address in enumerate(addresses):

@@ -51,12 +51,6 @@ class MLAKVCache(SequenceCache):
     secure, max_state_bytes
         As in `KVCache`.
 
-    Raises
-    ------
-    ValueError
-        For a size out of range, and for an unknown or unsuitable dtype.
-    MemoryError
-
     Notes
     -----
     Queries of `attend` have latent_dim + rope_dim elements, with the projection absorbed, and outputs are latents. Scores are
@@ -99,21 +93,13 @@ class MLAKVCache(SequenceCache):
 
     # One array has both sides of a row, so this takes one less than for keys and values.
     def append(self, layer: int, latent: ArrayLike) -> None:  # type: ignore[override]
-        """Append the rows of one or more tokens to a layer.
+        """Append the rows of one or more tokens to a layer; raises as `KVCache.append`.
 
         Parameters
         ----------
         layer : int
         latent : array of shape (num_tokens, latent_dim + rope_dim), float32, float16 or bfloat16
             For each token the latent, normalised as in the model, then the rotary part, rotated for its position.
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError
-        NonFiniteInputError
-            For NaN, infinity, or a value beyond the range of the storage dtype.
-        CacheFullError
-            If the layer would hold more than `max_seq_len` tokens.
         """
         self._storage.append(layer, latent, None)
 
@@ -134,8 +120,6 @@ class MLAKVCache(SequenceCache):
 
         Raises
         ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, CacheFullError
-            As `append`.
         ValueError
             If the rotary parts of a token differ.
         """
@@ -157,13 +141,8 @@ class MLAKVCache(SequenceCache):
         self.append(layer, np.concatenate((latent, rope[:, 0]), axis=1))
 
     def get_latent(self, layer: int) -> NDArray[np.float32]:
-        """Decode the rows of a layer, including tokens that are not yet advanced.
-
-        Returns
-        -------
-        ndarray of shape (layer_length(layer), latent_dim + rope_dim), float32
-            A decoded copy.
-        """
+        """The decoded rows of a layer, including tokens that are not yet advanced: a copy of shape (layer_length(layer), latent_dim +
+        rope_dim), float32."""
         return np.concatenate([one[:, 0] for one in self._decoded(layer)], axis=1)
 
     def get_kv(self, layer: int, up_k: ArrayLike, up_v: ArrayLike) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -180,10 +159,6 @@ class MLAKVCache(SequenceCache):
         k : ndarray of shape (layer_length(layer), num_heads, k_dim + rope_dim), float32
             The rotary part comes last, and is the same in all heads.
         v : ndarray of shape (layer_length(layer), num_heads, v_dim), float32
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
         """
         up_k, up_v = _floats(up_k, "up_k"), _floats(up_v, "up_v")
         for name, array in (("up_k", up_k), ("up_v", up_v)):
@@ -222,7 +197,6 @@ class MLAKVCache(SequenceCache):
 
         Raises
         ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
         ValueError
             For rows with a rotary part: make the cache of an indexer with ``rope_dim=0``.
 

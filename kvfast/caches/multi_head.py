@@ -47,10 +47,6 @@ class _Heads:
         Returns
         -------
         ndarray of shape (num_q_heads, len(cache)), float32
-
-        Raises
-        ------
-        DimensionMismatchError, NonFiniteInputError, TypeError
         """
         q = self._queries(queries)
         return scores(self._cache._storage, q, self._first, self._count, check_flag(softmax, "softmax"), num_threads)
@@ -69,7 +65,6 @@ class _Heads:
 
         Raises
         ------
-        DimensionMismatchError, NonFiniteInputError, TypeError
         ValueError
             If the cache is empty.
         """
@@ -141,7 +136,6 @@ class MultiHeadKVCache(_Heads):
     ------
     DimensionMismatchError
         If `num_q_heads` is not a multiple of `num_heads`.
-    ValueError, TypeError, MemoryError
 
     Notes
     -----
@@ -220,7 +214,6 @@ class MultiHeadKVCache(_Heads):
             For a wrong number of vectors, or of elements in a vector.
         NonFiniteInputError
             For NaN, infinity, or a magnitude above 6e35.
-        TypeError
         """
         k = vectors(keys, "keys", self.num_heads, self.head_dim)[None]
         v = vectors(values, "values", self.num_heads, self.head_dim)[None]
@@ -233,11 +226,6 @@ class MultiHeadKVCache(_Heads):
         ----------
         keys, values : arrays of shape (num_tokens, num_heads, head_dim), float32, float16 or bfloat16
             If one token is refused, none is stored.
-
-        Raises
-        ------
-        DimensionMismatchError, NonFiniteInputError, TypeError
-            As `push_token`.
         """
         k, v = (tokens(one, name, self.num_heads, self.head_dim) for name, one in (("keys", keys), ("values", values)))
         if len(k) != len(v):
@@ -251,22 +239,11 @@ class MultiHeadKVCache(_Heads):
         ------
         ValueError
             If the cache holds fewer than `n` tokens.
-        TypeError
         """
         truncate_held(self._storage, n)
 
     def snapshot(self, metadata: Mapping[str, str] | None = None) -> Snapshot:
-        """Snapshot of the current tokens, in shared memory; see `KVCache.snapshot`.
-
-        Parameters
-        ----------
-        metadata : dict of str to str, optional
-            Strings to store with the tokens.
-
-        Returns
-        -------
-        Snapshot
-        """
+        """Snapshot of the current tokens, in shared memory; see `KVCache.snapshot`."""
         return Snapshot(self._settings, self._storage.share(), None, metadata)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -276,48 +253,24 @@ class MultiHeadKVCache(_Heads):
         ------
         IncompatibleSnapshotError
             If the heads or the configuration differ; the cache stays as it was.
-        TypeError
         """
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
         self._storage.restore(snapshot._fitted(self, False))
 
     def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-        """Write the stored bytes of the tokens to a file for `kvfast.load`; see `KVCache.save`.
-
-        Raises
-        ------
-        OSError
-        ModuleNotFoundError
-            Without the packages of ``kvfast[files]``.
-        """
+        """Write the stored bytes of the tokens to a file for `kvfast.load`; see `KVCache.save`."""
         self.snapshot(metadata).save(path)
 
     def evict_outside_window(self, sliding_window: int) -> int:
-        """Drop all tokens before the last `sliding_window` tokens. Blocks that hold only dropped tokens are reused.
-
-        Returns
-        -------
-        int
-            Number of dropped tokens.
-        """
+        """Drop all tokens before the last `sliding_window` tokens, and return their number. Blocks that hold only dropped tokens are
+        reused."""
         return evict(self._storage, check_size(sliding_window, "sliding_window", 0))
 
     def head(self, i: int) -> HeadView:
-        """View of one head, with `attention_scores`, `attend`, `k` and so on. Each call reads the current state of the cache.
+        """View of head `i`, with `attention_scores`, `attend`, `k` and so on. Each call reads the current state of the cache.
 
-        Parameters
-        ----------
-        i : int
-
-        Returns
-        -------
-        HeadView
-            Its arrays have one head. Its queries are those of the ``num_q_heads // num_heads`` query heads that read this head.
-
-        Raises
-        ------
-        IndexError
+        Its arrays have one head. Its queries are those of the ``num_q_heads // num_heads`` query heads that read this head.
         """
         return HeadView(self, i)
 

@@ -146,7 +146,7 @@ class PagedKVCache(Pool):
         return self._settings.get("rollback")
 
     def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
-        """Store tokens of several sequences.
+        """Store tokens of several sequences; raises as `KVCache.append`, too.
 
         Parameters
         ----------
@@ -162,8 +162,6 @@ class PagedKVCache(Pool):
 
         Raises
         ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
-            As `KVCache.append`.
         ValueError
             For slots that are out of range, given twice, or not the next slots of their sequence.
         """

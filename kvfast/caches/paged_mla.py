@@ -42,25 +42,10 @@ class PagedMLAKVCache(Pool):
     ----------
     num_layers, latent_dim, rope_dim : int
         As in `MLAKVCache`.
-    num_blocks : int
-        Blocks of the pool. A block has all layers.
-    block_size : int, optional
-        Tokens of a block: 16, 32, 64, 128 or 256; by default 64.
     dtype, secure
         As in `MLAKVCache`.
-    buffer : buffer of bytes, or one array per layer, optional
-        As in `PagedKVCache`; its size is that of `buffer_layout` with `rope_dim`.
-    max_state_bytes : int, optional
-        As in `PagedKVCache`.
-
-    Raises
-    ------
-    ValueError
-        For a size out of range, and for an unknown or unsuitable dtype; for a `buffer` that is read-only, too small, not aligned
-        or that overlaps itself, and with one for `secure`.
-    DimensionMismatchError
-        For a `buffer` of another shape.
-    MemoryError
+    num_blocks, block_size, buffer, max_state_bytes
+        As in `PagedKVCache`; the size of a `buffer` is that of `buffer_layout` with `rope_dim`.
 
     Notes
     -----
@@ -103,23 +88,7 @@ class PagedMLAKVCache(Pool):
         return self._storage.rope_dim
 
     def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
-        """Store rows of several sequences.
-
-        Parameters
-        ----------
-        layer : int
-        latent : array of shape (num_tokens, latent_dim + rope_dim), float32, float16 or bfloat16
-            As in `MLAKVCache.append`.
-        slot_mapping, zero_nonfinite
-            As in `PagedKVCache.append_batch`.
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
-            As `MLAKVCache.append`.
-        ValueError
-            For slots that are out of range, given twice, or not the next slots of their sequence.
-        """
+        """Store rows of several sequences: `latent` as in `MLAKVCache.append`, all others as in `PagedKVCache.append_batch`."""
         self._batches.append_batch(layer, latent, None, slot_mapping, zero_nonfinite)
 
     def top_k_batch(
@@ -139,26 +108,17 @@ class PagedMLAKVCache(Pool):
 
         Parameters
         ----------
-        layer : int
+        layer, weights, k, num_threads
+            As in `MLAKVCache.top_k`.
         q : array of shape (num_tokens, num_heads, latent_dim), float32, float16 or bfloat16
             Queries of the indexer for the last tokens of each sequence, sequence after sequence.
-        weights : array of shape (num_tokens, num_heads), float32, float16 or bfloat16
-        k : int
         sequences, block_table, seq_lens, cu_seqlens_q
             As in `attend_batch`.
-        num_threads : int, optional
-            As in `KVCache.attend`.
 
         Returns
         -------
         ndarray of shape (num_tokens, k), int64
             As of `MLAKVCache.top_k` for each sequence alone: positions within the sequence.
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
-        ValueError
-            As `MLAKVCache.top_k`.
         """
         check_indexer(self.rope_dim)
         return self._batches.top_k_batch(

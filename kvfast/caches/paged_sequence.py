@@ -99,12 +99,7 @@ class Sequence(SequenceCache):
         self._storage.advance(n, lambda before: self._ids.add(before, token_ids))
 
     def fork(self) -> Self:
-        """Another sequence with the same tokens, counted or not. No block is copied until one of the two writes to it.
-
-        Returns
-        -------
-        Sequence or MLASequence
-        """
+        """Another sequence with the same tokens, counted or not. No block is copied until one of the two writes to it."""
         self._check_open()
         other = type(self)(self._pool)
         self._pool._batches.fork(self._table, other._table, lambda: other._know_as(self))

@@ -62,17 +62,7 @@ class Pool(StorageProperties):
         self._batches.precision = name
 
     def new_sequence(self, *, salt: bytes = b"") -> Any:
-        """An empty sequence.
-
-        Parameters
-        ----------
-        salt : bytes
-            As in `match_prefix`: that of the blocks that the sequence will have.
-
-        Returns
-        -------
-        Sequence, or MLASequence for latent rows
-        """
+        """An empty `Sequence`, or `MLASequence` for latent rows. `salt` is as in `match_prefix`, for the blocks that it will have."""
         return self._sequence(self, salt=checked_salt(salt))
 
     def restore(self, snapshot: Snapshot, convert: bool = False, *, salt: bytes = b"") -> Any:
@@ -86,14 +76,6 @@ class Pool(StorageProperties):
         salt : bytes
             As in `new_sequence`. By default that of the sequence that the snapshot is of. A file does not tell it: without `salt`,
             `match_prefix` finds no token of a file that a sequence with a salt was saved to.
-
-        Returns
-        -------
-        Sequence
-
-        Raises
-        ------
-        IncompatibleSnapshotError, CacheFullError, NonFiniteInputError
         """
         sequence = self.new_sequence(salt=salt)
         try:
@@ -288,30 +270,13 @@ class Pool(StorageProperties):
         ndarray of shape (num_blocks,), bool
             Whether a block holds all of its tokens. Not so if it is not full, or if it was written again from its middle on with
             tokens that do not fit its scales.
-
-        Raises
-        ------
-        ValueError
-            For a block out of range.
         """
         return self._batches.seal_blocks(block_ids)
 
     def first_float_rows(self, block_id: int) -> NDArray[np.uint8]:
         """The floats that a sequence of another scheduler keeps of its first tokens; see `num_first_float_tokens` of `KVFormat`.
 
-        Parameters
-        ----------
-        block_id : int
-            The first block of the sequence.
-
-        Returns
-        -------
-        ndarray of shape (first_float_rows_nbytes,), uint8
-
-        Raises
-        ------
-        ValueError
-            If no sequence begins with the block.
+        They are uint8 of shape (first_float_rows_nbytes,). `block_id` is the first block of the sequence; ValueError for any other.
         """
         return self._batches.first_rows(block_id)
 
@@ -379,10 +344,6 @@ class Pool(StorageProperties):
         ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32, or `out`
             With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
             blocks, the result has the same bits as `Sequence.attend` of each sequence alone.
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
         batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
         return self._batches.attend_batch(layer, q, *batch, options, cascade)
@@ -401,19 +362,8 @@ class Pool(StorageProperties):
         dtype: Any = "float32",
         **options: Unpack[AttendOptions],
     ) -> AttendPlan:
-        """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
-
-        Parameters
-        ----------
-        layer, q, num_q_heads, dtype
-            As in `KVCache.explain`.
-        sequences, block_table, seq_lens, cu_seqlens_q, cascade, **options
-            As in `attend_batch`.
-
-        Returns
-        -------
-        AttendPlan
-        """
+        """Plan of the `attend_batch` call without running it. `q`, `num_q_heads` and `dtype` are as in `KVCache.explain`, all others as
+        in `attend_batch`."""
         batch = self._batch(sequences, block_table, seq_lens, cu_seqlens_q)
         return self._batches.explain_batch(layer, q, num_q_heads, dtype, *batch, options, cascade)
 
@@ -432,13 +382,7 @@ class Pool(StorageProperties):
         return -(-check_size(n, "n", 0) // self.block_size) <= self.num_free_blocks
 
     def clear(self) -> None:
-        """Forget all known prefixes and the slots of another scheduler. No sequence or snapshot may be left.
-
-        Raises
-        ------
-        ValueError
-            If a sequence or snapshot is left.
-        """
+        """Forget all known prefixes and the slots of another scheduler. ValueError if a sequence or snapshot is left."""
         self._batches.clear()
         if self._known_states is not None:
             self._known_states.clear()

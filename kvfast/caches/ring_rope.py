@@ -11,13 +11,7 @@ from kvfast.core.interchange import as_array
 
 
 class RingRope:
-    """Rotates keys for their absolute positions, and queries for these and for the sink tokens directly before the window.
-
-    Parameters
-    ----------
-    settings : dict
-        The settings of a ring with a rope, see `kvfast.storage.settings`.
-    """
+    """Rotates keys for their absolute positions, and queries for these and for the sink tokens directly before the window."""
 
     __slots__ = ("_interleaved", "_num_sink_tokens", "_tables", "_windows")
 

@@ -155,10 +155,6 @@ class SequenceCache(StorageProperties):
         -------
         ndarray of shape (num_tokens, num_q_heads, head_dim), float32, or `out`
             The queries, for `attend`.
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError, ValueError, NonFiniteInputError, CacheFullError
         """
         if self._settings["kind"] == "latent":
             raise ValueError("write is for keys and values: latent rows come whole, pass them to append")
@@ -232,10 +228,6 @@ class SequenceCache(StorageProperties):
         -------
         ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32, or `out`
             With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads).
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
         if self._rope is None:
             return self._storage.attend(layer, q, options)
@@ -245,7 +237,7 @@ class SequenceCache(StorageProperties):
     def explain(
         self, layer: int, q: Any = 1, *, num_q_heads: int | None = None, dtype: Any = "float32", **options: Unpack[AttendOptions]
     ) -> AttendPlan:
-        """Plan of the `attend` call without running it: kernels, tasks, threads, bytes to read, and slow paths.
+        """Plan of the `attend` call without running it: kernels, tasks, threads, bytes to read, and slow paths, to print or to read.
 
         Parameters
         ----------
@@ -258,16 +250,6 @@ class SequenceCache(StorageProperties):
             dtype of the queries, if `q` is not an array.
         **options
             As in `attend`. `out` is not looked at.
-
-        Returns
-        -------
-        AttendPlan
-            Print it, or read its fields.
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, IndexError, ValueError
-            As `attend`.
 
         Examples
         --------
@@ -501,7 +483,6 @@ class SequenceCache(StorageProperties):
         ------
         DimensionMismatchError
             If the names, shapes or dtypes are others than in the checkpoints before.
-        TypeError
         ValueError
             If the cache was made without `max_state_bytes`, if one checkpoint needs more, if there are no tokens, or tokens that were
             never counted with `advance`.
@@ -590,10 +571,6 @@ class SequenceCache(StorageProperties):
         uncounted : {"raise", "drop"}
             What to do if layers hold tokens that were never counted with `advance`: refuse the call, or leave them out.
 
-        Returns
-        -------
-        Snapshot
-
         Raises
         ------
         ValueError
@@ -658,7 +635,6 @@ class SequenceCache(StorageProperties):
         ------
         OSError
             Also if `path` is a folder, a device, a pipe or a socket: only files are replaced.
-        ValueError
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """

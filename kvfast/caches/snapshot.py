@@ -148,14 +148,6 @@ class Snapshot(StorageProperties):
             As in `KVCache`.
         token_ids, metadata
             As in `KVCache.snapshot`.
-
-        Returns
-        -------
-        Snapshot
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
         """
         keys, values = (
             [as_floats(array, name) for array in checked_list(side, name, "arrays, one for each layer")]
@@ -237,30 +229,14 @@ class Snapshot(StorageProperties):
         return cls(*cache_file.read(path, mmap, None, calibration))
 
     def to_bytes(self) -> bytes:
-        """The bytes that `save` would write to a file, for a database or a socket.
-
-        Raises
-        ------
-        ModuleNotFoundError
-            Without the packages of ``kvfast[files]``.
-        """
+        """The bytes that `save` would write to a file, for a database or a socket."""
         return cache_file.to_bytes(self._settings, self._storage, self._token_ids, self._metadata, self._is_salted)
 
     @classmethod
     def from_bytes(cls, data: Any, calibration: Calibration | LayerCalibration | None = None) -> Self:
-        """A snapshot from the result of `to_bytes`, or from the bytes of any file that kvfast wrote.
+        """A snapshot from the result of `to_bytes`, or from the bytes of any file that kvfast wrote, in any object with a buffer.
 
-        Parameters
-        ----------
-        data : bytes, or any object with a buffer
-        calibration
-            As in `kvfast.load`.
-
-        Raises
-        ------
-        CorruptFileError, IncompatibleSnapshotError
-            As `kvfast.load`.
-        TypeError, ModuleNotFoundError
+        `calibration` and errors are those of `kvfast.load`.
         """
         return cls(*cache_file.from_bytes(data, calibration))
 

@@ -9,18 +9,8 @@ class TokenIds:
     """The ids of one sequence's tokens, and the digests of its full blocks.
 
     All methods run while no other thread is in the pool. `ids` is None after tokens came without ids: later blocks cannot be indexed
-    by their tokens. It also becomes None if memory runs out. Without ids, the blocks only cannot be found.
-
-    Parameters
-    ----------
-    storage : SequenceStorage
-        The storage of the sequence.
-    index : PrefixIndex
-        The known blocks of its pool.
-    known_states : KnownCheckpoints, optional
-        The known checkpoints of its pool, for models with recurrent layers.
-    salt : bytes
-        The salt of the sequence. If it is empty, the tokens may have another one: they may come from a tenant's snapshot or store.
+    by their tokens. It also becomes None if memory runs out. Without ids, the blocks only cannot be found. A sequence with an empty
+    `salt` may hold tokens of another one, of a tenant's snapshot or store.
     """
 
     __slots__ = ("_digests", "_index", "_known_states", "_own_salt", "_storage", "ids", "salt")

@@ -24,25 +24,7 @@ ROLLBACK = 64  # tokens before its window that a ring keeps
 
 
 def storage_of(settings, block_size=None, max_seq_len=None, secure=False, max_state_bytes=None):
-    """The storage of an empty cache of one sequence.
-
-    Parameters
-    ----------
-    settings : dict
-        See `kvfast.storage.settings`.
-    block_size : int, optional
-        Tokens of a block.
-    max_seq_len : int, optional
-        Largest number of tokens. Their blocks are then reserved at once.
-    secure : bool
-        Whether memory is overwritten before it is given back.
-    max_state_bytes : int, optional
-        The most bytes of checkpoints, for settings with states.
-
-    Returns
-    -------
-    SequenceStorage
-    """
+    """The SequenceStorage of an empty cache of one sequence. With a `max_seq_len` its blocks are reserved at once."""
     check_sized(settings, max_seq_len)
     secure = check_flag(secure, "secure")
     if settings["kind"] == "heads":

@@ -20,13 +20,7 @@ cdef class PreparedBatch:
     """The block tables, lengths, queries and slots of one step of a scheduler, checked; from `PagedKVCache.prepare_batch`.
 
     It holds copies, so that later changes of the arrays do not matter. It is valid for the pool that prepared it, and for any
-    number of calls: what can change in the pool meanwhile is checked by each of them.
-
-    Attributes
-    ----------
-    num_sequences : int
-    num_tokens : int
-        Queries of all sequences.
+    number of calls: what can change in the pool meanwhile is checked by each of them. `num_tokens` are the queries of all sequences.
     """
 
     def __init__(self):
@@ -93,23 +87,7 @@ cdef class PreparedBatch:
         return 0
 
     def only(self, index):
-        """The batch of one of its sequences, to attend.
-
-        Parameters
-        ----------
-        index : int
-            From 0 on.
-
-        Returns
-        -------
-        PreparedBatch
-            Valid as long as this one.
-
-        Raises
-        ------
-        ValueError
-            For an index out of range.
-        """
+        """The batch of the sequence with this index, to attend; valid as long as this one."""
         cdef PreparedBatch one = PreparedBatch.__new__(PreparedBatch)
         cdef Py_ssize_t i = check_size(index, "index", 0, self.num_sequences - 1)
         one.pool, one.step, one.num_sequences = self.pool, self.step, 1

@@ -15,28 +15,8 @@ from kvfast.errors import DimensionMismatchError
 
 
 def buffer_layers(buffer, list sizes, Py_ssize_t num_blocks):
-    """Where the blocks of each layer lie in a caller's memory, which nothing has been written to.
-
-    Parameters
-    ----------
-    buffer : buffer of bytes, or one array per layer
-        One piece of memory, layer after layer and block after block; or for each layer an array of shape (num_blocks, ...),
-        whose blocks lie each in one piece and any distance apart.
-    sizes : list of int
-        Bytes of a block of each layer.
-    num_blocks : int
-
-    Returns
-    -------
-    layers : list of Arena
-        They keep a reference to the memory.
-    strides : list of int
-        Bytes from block to block.
-
-    Raises
-    ------
-    TypeError, DimensionMismatchError, ValueError
-    """
+    """Where the blocks of each layer lie in a caller's memory, as `PagedKVCache` describes it: an Arena for each, which keeps a
+    reference to the memory, and the bytes from block to block. `sizes`: bytes of a block of each layer."""
     cdef Py_ssize_t stride
     cdef uintptr_t address
     parts = _split(_opened(buffer, "buffer"), sizes, num_blocks) if _is_one(buffer) else list(buffer)

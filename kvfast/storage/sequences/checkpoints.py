@@ -33,10 +33,7 @@ DTYPES = ("bool", "bfloat16", *(f"{kind}{bits}" for kind, all_bits in _BITS.item
 class StateForms:
     """The states of a model: the shape and dtype of each, and its place in the bytes of a checkpoint.
 
-    Parameters
-    ----------
-    fields : dict of str to dict
-        ``{"shape": list of int, "dtype": name}`` of each state, as a file has it.
+    `fields` has ``{"shape": list of int, "dtype": name}`` for each state, as a file has it.
     """
 
     def __init__(self, fields: dict[str, dict[str, Any]]) -> None:
@@ -112,15 +109,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a sequence.
+    """The checkpoints of a sequence: those in `held`, in the order of their positions.
 
-    Parameters
-    ----------
-    max_bytes : int, optional
-        The most bytes that they take. Where there are more, those go whose neighbours are near, as seen from the end: what is left lies
-        densest at the newest tokens.
-    held : iterable of (int, Checkpoint)
-        Position and checkpoint, in the order of the positions.
+    Where they take more than `max_bytes`, those go whose neighbours are near, as seen from the end: the rest lies densest at the newest
+    tokens.
     """
 
     def __init__(self, max_bytes: int | None = None, held: Iterable[tuple[int, Checkpoint]] = ()) -> None:
@@ -208,13 +200,8 @@ class Checkpoints:
 
 
 class KnownCheckpoints:
-    """Checkpoints that a pool finds by the digest of the tokens before them; see `PrefixIndex`.
-
-    Parameters
-    ----------
-    max_bytes : int
-        The most bytes that they take. The least recently used are dropped first.
-    """
+    """Checkpoints that a pool finds by the digest of the tokens before them; see `PrefixIndex`. Where they take more than `max_bytes`,
+    the least recently used are dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._nbytes = max_bytes, 0

@@ -11,12 +11,9 @@ from kvfast.errors import CorruptFileError
 class Basis:
     """A mean and directions for each head; its vectors are ``x = mean + coordinates @ lift``.
 
-    Parameters
-    ----------
-    mean : array of shape (heads, head_dim), float32
-    lift : array of shape (heads, rank, head_dim), float16 or float32
-        The directions as they are stored, nearly orthonormal. Coordinates are fitted to the stored directions by least
-        squares, so storing the directions as float16 costs almost no accuracy.
+    `mean` is (heads, head_dim), float32. `lift` holds the directions as they are stored, nearly orthonormal: (heads, rank,
+    head_dim), float16 or float32. Coordinates are fitted to the stored directions by least squares, so storing them as float16
+    costs almost no accuracy.
     """
 
     def __init__(self, mean, lift):
@@ -26,17 +23,7 @@ class Basis:
 
     @classmethod
     def fit(cls, x, rank, centred=True, dtype=np.float16):
-        """Find the best directions for some vectors.
-
-        Parameters
-        ----------
-        x : array of shape (heads, tokens, head_dim), float32
-        rank : int
-        centred : bool
-            Subtract the mean first.
-        dtype : dtype
-            dtype of `lift`.
-        """
+        """Find the best directions for vectors (heads, tokens, head_dim), float32; `centred` subtracts the mean first."""
         mean = x.mean(axis=1, dtype=np.float64) if centred else np.zeros(x.shape[::2])
         directions = np.empty((len(x), rank, x.shape[2]), dtype)
         for head, row, target in zip(x, mean, directions):
@@ -54,17 +41,9 @@ class Basis:
         return np.matmul(coordinates, self._lift) + self.mean[:, None]
 
     def of_queries(self, q, group):
-        """Transform queries so that they can be multiplied by coordinates of keys.
+        """Transform queries (num_tokens, heads * group, head_dim) so that they can be multiplied by coordinates of keys.
 
-        Parameters
-        ----------
-        q : array of shape (num_tokens, heads * group, head_dim), float32
-
-        Returns
-        -------
-        coordinates : ndarray of shape (num_tokens, heads, group, rank)
-        offsets : ndarray of shape (num_tokens, heads, group)
-            Products of the queries with the mean.
+        Returns the coordinates (num_tokens, heads, group, rank), and the products of the queries with the mean.
         """
         q = q.reshape(len(q), len(self.mean), group, -1)
         return by_token(q, self._lift.swapaxes(1, 2)), by_token(q, self.mean[..., None])[..., 0]
@@ -104,14 +83,9 @@ def by_token(x, matrices):
 
 
 def eigen(x, mean=0.0):
-    """Principal directions of vectors (tokens, head_dim).
+    """Principal directions of vectors (tokens, head_dim), in float64.
 
-    Returns
-    -------
-    moments : ndarray of shape (head_dim,), float64
-        Mean squares along the directions, the largest first.
-    directions : ndarray of shape (head_dim, head_dim), float64
-        One direction per row.
+    Returns mean squares along the directions, the largest first, and the directions, one per row.
     """
     x = x.astype(np.float64) - mean
     moments, directions = np.linalg.eigh(x.T @ x / len(x))

@@ -62,16 +62,8 @@ class ReconstructionError(NamedTuple):
 
 
 class Part:
-    """One sequence: a store of most tokens, and the exact tokens.
-
-    Parameters
-    ----------
-    store
-        See ``stores.py``.
-    positions : array of shape (num_exact,), int64
-        Positions of the exact tokens, ascending.
-    exact : CacheStore or None
-    """
+    """One sequence: a store of most tokens (see ``stores.py``), and the exact tokens in a `CacheStore` or None, with their
+    positions, ascending."""
 
     def __init__(self, store, positions, exact):
         self.store, self.positions, self.exact = store, positions, exact

@@ -143,11 +143,6 @@ def method_to_dict(method):
 
 
 def method_from_dict(fields):
-    """The method from the result of `method_to_dict`.
-
-    Raises
-    ------
-    KeyError, TypeError, ValueError
-    """
+    """The method from the result of `method_to_dict`."""
     fields = dict(fields)
     return METHODS[fields.pop("name")](**fields)

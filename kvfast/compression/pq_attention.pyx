@@ -21,14 +21,10 @@ ctypedef struct kv_pq_side:
 
 
 cdef class PQCodes:
-    """One side of attention: the codes of all heads, and their codebooks.
+    """One side of attention: the codes of all heads (heads, n, stride), uint8, and their codebooks (heads, dims * count), float16.
 
-    Parameters
-    ----------
-    centroids : array of shape (heads, dims * count), float16
-    bounds : array of shape (heads, subvectors + 1), int32
-    codes : array of shape (heads, n, stride), uint8
-        All below `count`. A byte holds one code, or two if `count` is at most 16, the first in the low nibble.
+    A byte holds one code below `count`, or two if `count` is at most 16, the first in the low nibble. `bounds` is
+    (heads, subvectors + 1), int32.
     """
 
     cdef readonly object centroids, bounds, codes
@@ -86,21 +82,9 @@ cdef void _decode(const kv_kernels *kernels, const void *codes, const kv_side *s
 
 
 def attend(q, const Py_ssize_t[::1] visible, PQCodes keys, PQCodes values, double scale, num_threads=None):
-    """Attention on codes.
+    """Attention of queries (num_queries, num_q_heads, dims) on codes: output and log-sum-exp, float32.
 
-    Parameters
-    ----------
-    q : array of shape (num_queries, num_q_heads, dims), float32
-    visible : array of shape (num_queries,), intp
-        Number of first tokens that each query sees: at least one, and at least as many as the query before it.
-    keys, values : PQCodes
-    scale : float
-        Factor of the scores.
-
-    Returns
-    -------
-    out : ndarray of shape (num_queries, num_q_heads, dims), float32
-    lse : ndarray of shape (num_queries, num_q_heads), float32
+    `visible` is the number of first tokens that each query sees: at least one, and at least as many as the query before it.
     """
     cdef kv_layout layout
     cdef kv_slab slab

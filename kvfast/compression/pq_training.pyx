@@ -220,22 +220,10 @@ cdef object _run(const float[:, :, ::1] points, Py_ssize_t n, const int[:, ::1] 
 
 def train(const float[:, :, ::1] points, Py_ssize_t n, const int[:, ::1] bounds, int count, uint64_t seed,
           num_threads=None):
-    """Train the codebooks of all heads and subvectors: k-means++, then Lloyd's steps.
+    """Train the codebooks of all heads and subvectors, `count` centroids each: k-means++, then Lloyd's steps.
 
-    Parameters
-    ----------
-    points : array of shape (heads, dims, stride), float32
-        The first `n` of the last axis are vectors. The others are 0, up to a multiple of 16.
-    n : int
-    bounds : array of shape (heads, subvectors + 1), int32
-    count : int
-        Centroids of a codebook, at most 256 and at most n.
-    seed : int
-
-    Returns
-    -------
-    ndarray of shape (heads, dims * count), float32
-        The same bits for every number of threads.
+    `points` is (heads, dims, stride). The first `n` of the last axis are vectors. The others are 0, up to a multiple of 16.
+    Returns (heads, dims * count), float32, the same bits for every number of threads.
     """
     centroids = np.empty((points.shape[0], points.shape[1] * count), np.float32)
     _run(points, n, bounds, count, centroids, NULL, seed, num_threads)

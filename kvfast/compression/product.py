@@ -16,13 +16,7 @@ TRAINED_TOKENS = 16384
 
 
 class ProductStore:
-    """Codes of keys and values, and the codebooks of each head.
-
-    Parameters
-    ----------
-    keys, values : (Basis, PQCodes)
-    subvectors : int
-    """
+    """Codes of keys and values, and the codebooks of each head."""
 
     def __init__(self, keys, values, subvectors):
         self.sides, self.subvectors = (keys, values), subvectors
@@ -100,18 +94,9 @@ class ProductStore:
 
 
 def balanced(moments, subvectors):
-    """Cut coordinates into subvectors of nearly equal sizes and about the same product of variances. For a Gaussian,
-    this is the best cut if all subvectors have the same number of centroids (Ge et al., Optimized product quantization, 2013).
-
-    Parameters
-    ----------
-    moments : array of shape (dim,)
-        Variances of the coordinates.
-
-    Returns
-    -------
-    list of lists of int
-    """
+    """Cut coordinates with these variances into subvectors of nearly equal sizes and about the same product of variances. For a
+    Gaussian, this is the best cut if all subvectors have the same number of centroids (Ge et al., Optimized product
+    quantization, 2013)."""
     dim = len(moments)
     rooms = [dim // subvectors + (i < dim % subvectors) for i in range(subvectors)]
     groups, totals = [[] for _ in rooms], np.zeros(subvectors)

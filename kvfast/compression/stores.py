@@ -62,18 +62,9 @@ class CacheStore:
         return self.cache.nbytes_used
 
     def attend(self, q, visible, scale, num_threads=None):
-        """Attention of queries to the first tokens.
+        """Attention of queries (num_queries, num_q_heads, dim) to the first tokens: output and log-sum-exp.
 
-        Parameters
-        ----------
-        q : array of shape (num_queries, num_q_heads, dim), float32
-        visible : array of shape (num_queries,), intp
-            Number of tokens that each query sees: the same as for the query before it, or one more.
-        scale : float
-
-        Returns
-        -------
-        out, lse
+        `visible` is the number of tokens that each query sees: the same as for the query before it, or one more.
         """
         out, lse = np.zeros(q.shape, np.float32), np.full(q.shape[:2], -np.inf, np.float32)
         for first, last, causal in runs_of(visible):
@@ -123,11 +114,7 @@ def _channel_bits(tokens, block):
 class RankStore:
     """Coordinates in the bases of the heads. Heads of the same rank share a `KVCache`.
 
-    Parameters
-    ----------
-    groups : list of (heads, keys, values, store)
-        Indices of the heads, the bases of their keys and values, and a `CacheStore` of their coordinates.
-    num_heads : int
+    A group has the indices of its heads, the bases of their keys and values, and a `CacheStore` of their coordinates.
     """
 
     def __init__(self, groups, num_heads):
@@ -223,14 +210,8 @@ def open_cache(arrays, shape, num_tokens):
 
 
 def runs_of(visible):
-    """Cut queries into runs. In a run, every query sees the same number of tokens, or every query sees one token more than the last.
-
-    Yields
-    ------
-    first, last : int
-    causal : bool
-        Whether each query sees one more token than the one before it.
-    """
+    """Cut queries into runs, (first, last, causal): every query sees the same number of tokens, or in a causal run one token more
+    than the query before it."""
     first = 0
     while first < len(visible):
         last = first + 1

@@ -268,20 +268,9 @@ class _Layer:
         return max(0.0, float(total) / (self.q.shape[0] * self.q.shape[1]))  # rounding may go below 0
 
     def _slices(self):
-        """The exact scores, a part at a time.
-
-        Yields
-        ------
-        kv_head : int
-        rows : tuple of slices
-            The tokens and heads of q that the scores belong to.
-        queries : ndarray of shape (num_rows, head_dim), float64
-            Scaled; the heads of a token are adjacent.
-        keys : ndarray of shape (num_keys, head_dim), float64
-            All keys that the last query sees.
-        scores : ndarray of shape (num_rows, num_keys), float64
-            -inf where a query does not see a key.
-        """
+        """Yield the exact scores, a part at a time, in float64: the KV head, the slices of q's tokens and heads, their scaled
+        queries (num_rows, head_dim) with the heads of a token adjacent, the keys that the last query sees (num_keys, head_dim),
+        and the scores (num_rows, num_keys), -inf where a query does not see a key."""
         (num_queries, num_q_heads, head_dim), (num_tokens, num_kv_heads, _) = self.q.shape, self.k.shape
         scale = head_dim**-0.5 if self.scale is None else float(self.scale)
         group = num_q_heads // num_kv_heads

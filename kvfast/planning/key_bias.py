@@ -12,22 +12,8 @@ FAMILIES = ("qwen2",)
 
 
 def key_bias_note(model_type, formats, instead="int4 or int8-recent"):
-    """A sentence about those of the formats that should not hold the keys of this kind of model.
-
-    Parameters
-    ----------
-    model_type : str or None
-        As in the model's configuration.
-    formats : dict of str to KVFormat
-        Formats by the names that the sentence uses.
-    instead : str
-        What to take.
-
-    Returns
-    -------
-    str or None
-        None if all of them suit.
-    """
+    """A sentence about those of the formats, by name, that should not hold the keys of this kind of model, and what to take; None
+    if all of them suit."""
     if not str(model_type).startswith(FAMILIES):
         return None
     unfit = [name for name, one in formats.items() if one.k_dtype not in FLOATS and not one.centring and not one.per_channel]

@@ -10,15 +10,8 @@ __all__ = ["available_memory"]
 def available_memory(root="/"):
     """Available bytes of memory, within the limits of the cgroup. Cached pages of files count as available.
 
-    Parameters
-    ----------
-    root : path-like
-        Folder that holds ``proc`` and ``sys``.
-
-    Returns
-    -------
-    int or None
-        None if the system does not report it. Linux does, and other systems do if they have ``SC_AVPHYS_PAGES``.
+    None if the system does not report it. Linux does, and other systems do if they have ``SC_AVPHYS_PAGES``. `root` holds
+    ``proc`` and ``sys``.
     """
     root = os.fspath(root).rstrip("/")
     found = [_of_system(root), *_of_cgroups(root)]

@@ -121,24 +121,9 @@ class ModelShape:
 
 
 def read_shape(source):
-    """The shape of a model.
+    """The shape of a model; `plan` says of what.
 
-    Parameters
-    ----------
-    source : path-like, mapping, object with ``to_dict``, or ModelShape
-        A ``config.json`` of Hugging Face, its folder, a GGUF file, or the contents of such a configuration.
-
-    Returns
-    -------
-    ModelShape
-
-    Raises
-    ------
-    ValueError
-        For a missing or wrong key, which the message names; `kvfast.llama.ModelFileError` for a damaged GGUF file.
-    OSError
-    ModuleNotFoundError
-        For a GGUF file, without the packages of ``kvfast[llama]``.
+    A missing or wrong key is a ValueError that names it, a damaged GGUF file a `kvfast.llama.ModelFileError`.
     """
     if isinstance(source, ModelShape):
         return source

@@ -24,18 +24,10 @@ EXTRAS |= {"matplotlib": "plot", "llama_cpp": "llama-cpp"}
 
 
 def main(argv=None):
-    """Run one command.
+    """Run one command, with the arguments of the process or of a list.
 
-    Parameters
-    ----------
-    argv : list of str, optional
-        The arguments; by default those of the process.
-
-    Returns
-    -------
-    int
-        Exit code: 0, 1 for an error reported in one line, 2 for missing packages (and, from argparse,
-        for wrong usage), 130 for an interrupt.
+    Returns the exit code: 0, 1 for an error reported in one line, 2 for missing packages (and, from argparse, for wrong usage),
+    130 for an interrupt.
     """
     parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
     commands = parser.add_subparsers(metavar="command")

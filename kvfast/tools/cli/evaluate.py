@@ -25,12 +25,7 @@ from kvfast.tools.evaluation.retrieval import retrieval_scores, retrieval_task, 
 
 
 def run_eval(args):
-    """Score the caches of `args.formats` on each of `args.text`; print a table, or JSON, of the means.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-    """
+    """Score the caches of `args.formats` on each of `args.text`; print a table, or JSON, of the means."""
     if args.task == "retrieval":
         return _run_retrieval(args)
     if args.compress:
@@ -172,12 +167,7 @@ def _format_names(formats):
 
 
 def run_calibrate(args):
-    """Write the calibration of a model on `args.text` to `args.out`.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-    """
+    """Write the calibration of a model on `args.text` to `args.out`."""
     text = _read_text(args.text)
     set_threads(args.threads)
     model, tokenizer = llama.load(args.model)

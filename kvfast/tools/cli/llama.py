@@ -20,12 +20,8 @@ from kvfast.tools.llama.prompts import chat_prompts
 
 
 def run_generate(args):
-    """Continue a text, printing it as it comes, then speed and size. The text is `args.prompt`, the file `args.text`, or `opening_text`.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-    """
+    """Continue a text, printing it as it comes, then speed and size. The text is `args.prompt`, the file `args.text`, or
+    `opening_text`."""
     if args.compare and not args.speculative:
         raise ValueError("--compare is for --speculative")
     if args.keep is not None and args.session:
@@ -201,12 +197,7 @@ def _compare(speculative, tokens):
 
 
 def run_serve_sim(args):
-    """Serve prompts with a shared system prompt from one pool, and compare with each by itself.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-    """
+    """Serve prompts with a shared system prompt from one pool, and compare with each by itself."""
     storage = storage_of(args.dtype, args)
     set_threads(args.threads)
     model, tokenizer = llama.load(args.model)

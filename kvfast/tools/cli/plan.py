@@ -8,12 +8,7 @@ from kvfast import plan
 
 
 def run_plan(args):
-    """Print what a model's cache will take.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-    """
+    """Print what a model's cache will take."""
     dtype = None if args.dtype is None else [name.strip() for name in args.dtype.split(",")]
     found = plan(
         args.model,

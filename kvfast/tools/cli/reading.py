@@ -30,10 +30,7 @@ def end_of(text):
 def read_ahead(model, tokens, cache):
     """Let a model read a long prompt, with a line on the terminal that grows.
 
-    Returns
-    -------
-    int
-        Number of tokens that were read. The rest, at least one token, is left to `generate`.
+    Returns the number of tokens that were read. The rest, at least one token, is left to `generate`.
     """
     count = (len(tokens) - 1) // CHUNK * CHUNK
     if len(tokens) <= 2 * CHUNK:
@@ -69,21 +66,10 @@ class _Timed:
 
 
 def attention_text(model, cache, token):
-    """How long attention of one token takes, in this cache and in a float16 cache with the same tokens; "" for a short text.
+    """How long attention of the next token takes, in this cache and in a float16 cache with the same tokens; "" for a short text.
 
-    The model computes the token with both caches in turns. Only the calls of `attend` are timed, on one thread, and the shortest
-    times are compared.
-
-    Parameters
-    ----------
-    model : LlamaModel
-    cache : kvfast.KVCache
-    token : int
-        The token that follows.
-
-    Returns
-    -------
-    str
+    The model computes the token with both caches in turns. Only the calls of `attend` are timed, on one thread, and the
+    shortest times are compared.
     """
     tokens = len(cache)
     if tokens < COMPARED or cache.dtype in ("float16", "float32", "bfloat16"):

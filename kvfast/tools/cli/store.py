@@ -17,12 +17,7 @@ DAY = 86400
 
 
 def run_store(args):
-    """Remove what is asked for, and show the rest.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-    """
+    """Remove what is asked for, and show the rest."""
     if "://" not in args.store and not os.path.isdir(args.store):
         raise ValueError(f"there is no folder {args.store}")
     store = open_store(args.store)

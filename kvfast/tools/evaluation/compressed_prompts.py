@@ -8,7 +8,7 @@ import numpy as np
 
 import kvfast
 from kvfast.compression.compressor import square_sum
-from kvfast.tools.evaluation.perplexity import CacheScore, compare
+from kvfast.tools.evaluation.perplexity import CacheScore, compare, predictor
 
 # What `python -m kvfast eval --compress all` stands for.
 METHODS = (
@@ -50,22 +50,10 @@ class CompressionScore(CacheScore):
 
 
 def parse_methods(text):
-    """Methods of a list with commas.
+    """Methods of a list with commas, by name, each once.
 
-    Parameters
-    ----------
-    text : str
-        ``lowrank:RANK`` or ``lowrank:ENERGY`` (a fraction), ``hybrid:BITS`` or ``hybrid:RANK:BITS``,
-        ``pq:CENTROIDS:SUBVECTORS``, or the name of a format; ``all`` stands for `METHODS`.
-
-    Returns
-    -------
-    dict of str to method
-        The methods in the order of the list, without repetitions.
-
-    Raises
-    ------
-    ValueError
+    A name is ``lowrank:RANK`` or ``lowrank:ENERGY`` (a fraction), ``hybrid:BITS`` or ``hybrid:RANK:BITS``,
+    ``pq:CENTROIDS:SUBVECTORS``, or a format; ``all`` stands for `METHODS`.
     """
     names = [name.strip() for name in text.split(",")]
     names = dict.fromkeys(known for name in names for known in (METHODS if name == "all" else [name]))
@@ -121,11 +109,7 @@ def evaluate_compressed(model, tokens, prompt_len, methods, *, chunk_size=128, p
         if progress is not None:
             progress(len(chunk))
     measured = [_Measured(method, recorder, len(tokens)) for method in methods.values()]
-
-    def predict(chunk):
-        hidden = model.forward_each(chunk, [exact, *(one.cache for one in measured)])
-        return lambda rows: model.logits(hidden[:, rows])
-
+    predict = predictor(model, [exact, *(one.cache for one in measured)])
     nll_float32, means = compare(tokens[prompt_len:], predict, chunk_size=chunk_size, progress=progress)
     return [
         CompressionScore(
@@ -155,17 +139,11 @@ class _Recorder:
         self.queries[layer] = (q if before is None else np.concatenate([before, q]))[-_QUERIES:]
         return q
 
-    def attend(self, layer, q):
-        return self.cache.attend(layer, q)
-
-    def advance(self, n):
-        self.cache.advance(n)
-
-    def truncate(self, n):
-        self.cache.truncate(n)
-
     def __len__(self):
         return len(self.cache)
+
+    def __getattr__(self, name):
+        return getattr(self.cache, name)
 
 
 class _Measured:

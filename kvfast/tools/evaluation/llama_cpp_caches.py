@@ -48,17 +48,7 @@ REFERENCE = CacheTypes("f32", "f32")
 
 
 def parse_cache_types(text):
-    """Read a list of types with commas, with a slash between K and V: ``"f16,q8_0/q4_0"``.
-
-    Parameters
-    ----------
-    text : str
-
-    Returns
-    -------
-    list of CacheTypes
-        Each once.
-    """
+    """Read a list of types with commas, with a slash between K and V, each once: ``"f16,q8_0/q4_0"``."""
     names = [[side.strip() for side in name.split("/")] for name in text.split(",")]
     for sides in names:
         if len(sides) > 2 or not set(sides) <= set(CACHE_TYPES):
@@ -70,20 +60,8 @@ def parse_cache_types(text):
 class LlamaCpp:
     """A GGUF model in llama.cpp, on the CPU, with its weights in float32; a context manager.
 
-    Parameters
-    ----------
-    path : path-like
-    cache_shape : tuple of int
-        (num_layers, num_kv_heads, head_dim).
-
-    Attributes
-    ----------
-    rotated : list of str
-        Evaluated types that llama.cpp rotates before it quantises, according to its log.
-
-    Notes
-    -----
-    The float32 weights lie in a file in the temporary folder until `close`.
+    The float32 weights lie in a file in the temporary folder until `close`. `rotated` are the evaluated types that llama.cpp
+    rotates before it quantises, according to its log.
     """
 
     def __init__(self, path, cache_shape):
@@ -126,24 +104,8 @@ class LlamaCpp:
         self._folder.cleanup()
 
     def evaluate(self, tokens, types, *, chunk_size=512, progress=None):
-        """Predict every token of a text with each type of cache; see `kvfast.evaluation.evaluate`.
-
-        Parameters
-        ----------
-        tokens : sequence of int
-            At least two.
-        types : sequence of CacheTypes
-        chunk_size : int
-            Tokens per batch. Each cache holds the logits of one batch, `chunk_size` times the
-            vocabulary.
-        progress : callable, optional
-            Called with the number of tokens each chunk completed.
-
-        Returns
-        -------
-        list of CacheScore
-            One per type; `nll_float32` and `kl` refer to llama.cpp's own float32 cache.
-        """
+        """Predict every token of a text with each type of cache; see `kvfast.evaluation.evaluate`. The reference is llama.cpp's
+        own float32 cache. Each cache holds the logits of one chunk, `chunk_size` times the vocabulary."""
         with self._predictor(types, len(tokens), chunk_size) as predict:
             nll_float32, means = compare(tokens, predict, chunk_size=chunk_size, progress=progress)
         return [self._score(pair, len(tokens) - 1, nll_float32, row) for pair, row in zip(types, means)]

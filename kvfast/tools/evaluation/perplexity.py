@@ -87,11 +87,7 @@ def evaluate(model, tokens, caches, *, chunk_size=16, progress=None):
         One per cache.
     """
     reference_cache = kvfast.KVCache(*model.cache_shape, max_seq_len=max(1, len(tokens)), dtype="float32")
-
-    def predict(chunk):
-        hidden = model.forward_each(chunk, [reference_cache, *caches])
-        return lambda rows: model.logits(hidden[:, rows])
-
+    predict = predictor(model, [reference_cache, *caches])
     nll_float32, means = compare(tokens, predict, chunk_size=chunk_size, progress=progress)
     return [
         CacheScore(
@@ -106,28 +102,25 @@ def evaluate(model, tokens, caches, *, chunk_size=16, progress=None):
     ]
 
 
+def predictor(model, caches):
+    """What `compare` calls, for a model with each of several caches."""
+
+    def predict(chunk):
+        hidden = model.forward_each(chunk, caches)
+        return lambda rows: model.logits(hidden[:, rows])
+
+    return predict
+
+
 def compare(tokens, predict, *, chunk_size=512, progress=None):
     """Predict every token of a text from the true tokens before it, in several ways, chunk by chunk.
 
-    Parameters
-    ----------
-    tokens : sequence of int
-        At least two.
-    predict : callable
-        Called with each chunk of the text in turn. Returns a function that takes a slice of that chunk,
-        and returns the logits after these tokens in each way, the reference first. This function is
-        not called after `predict` gets the next chunk.
-    chunk_size : int
-        Most tokens of a chunk.
-    progress : callable, optional
-        Called with the number of tokens each chunk completed.
+    `predict` is called with each chunk of the text in turn. It returns a function that takes a slice of that chunk, and returns
+    the logits after these tokens in each way, the reference first. This function is not called after `predict` gets the next
+    chunk.
 
-    Returns
-    -------
-    nll : float
-        Mean negative log-likelihood of the reference.
-    means : list of dict
-        `nll`, `kl` and `top1` of each other way, as in `CacheScore`.
+    Returns the mean negative log-likelihood of the reference, and for each other way a dict of `nll`, `kl` and `top1` as in
+    `CacheScore`.
     """
     tokens = np.asarray(tokens)
     if len(tokens) < 2:

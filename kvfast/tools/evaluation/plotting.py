@@ -6,12 +6,7 @@ import os
 
 
 def check_plot(path):
-    """Check before a measurement that a plot can be written to a file; raise an error if it cannot.
-
-    Parameters
-    ----------
-    path : path-like
-    """
+    """Check before a measurement that a plot can be written to a file; raise an error if it cannot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     known = sorted(FigureCanvasAgg.filetypes)
@@ -23,12 +18,7 @@ def check_plot(path):
 
 
 def new_figure(size):
-    """An empty figure of the given size in inches. It needs no display.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """An empty figure of the given size in inches. It needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

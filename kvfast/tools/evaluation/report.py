@@ -19,16 +19,7 @@ _DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, 
 
 
 def as_rows(scores):
-    """The scores as dicts, for JSON.
-
-    Parameters
-    ----------
-    scores : sequence of CacheScore
-
-    Returns
-    -------
-    list of dict
-    """
+    """The scores as dicts, for JSON."""
     return [asdict(score) | {"nll_difference": score.nll_difference} for score in scores]
 
 
@@ -39,16 +30,7 @@ def float_bytes(cache_shape, itemsize):
 
 
 def memory_text(cache):
-    """A text: the bytes of a cache's tokens, with partly empty blocks and float rows, and the ratios of float16 and float32 to that.
-
-    Parameters
-    ----------
-    cache : kvfast.KVCache
-
-    Returns
-    -------
-    str
-    """
+    """A text: the bytes of a cache's tokens, with partly empty blocks and float rows, and the ratios of float16 and float32 to that."""
     tokens, nbytes = len(cache), cache.nbytes_used
     if not tokens:
         return f"{cache.dtype}: no tokens"
@@ -65,51 +47,42 @@ def memory_text(cache):
     return text
 
 
-def score_table(scores, cache_shape):
-    """The scores as a table, below those of each runtime's float32 cache.
-
-    Parameters
-    ----------
-    scores : sequence of CacheScore
-    cache_shape : tuple of int
-        (num_layers, num_kv_heads, head_dim).
-
-    Returns
-    -------
-    rich.table.Table
-    """
-    table = Table(box=SIMPLE_HEAD)
-    numbers = ("NLL", "- float32", "KL", "top-1", "bits", "bytes/token", "float32 takes", "float16 takes")
-    for heading in ("cache", *numbers):
-        table.add_column(heading, justify="left" if heading == "cache" else "right")
-
-    def add_row(name, nll, quality, bits, stored):
-        ratios = (f"{float_bytes(cache_shape, itemsize) / stored:.2f}x" for itemsize in (4, 2))
-        table.add_row(name, f"{nll:.5f}", *quality, f"{bits:.2f}", f"{stored:,}", *ratios)
-
-    for runtime, group in groupby(scores, key=lambda score: score.runtime):
-        group = list(group)
-        add_row(REFERENCES[runtime], group[0].nll_float32, ("", "", ""), 32, float_bytes(cache_shape, 4))
-        for score in group:
-            quality = (f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.top1:.2%}")
-            add_row(score.name, score.nll, quality, score.bits_per_element, score.bytes_per_token)
+def new_table(*headings, left=("cache", "method"), **options):
+    """An empty table with numbers on the right of all columns but some."""
+    table = Table(box=SIMPLE_HEAD, **options)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
     return table
 
 
+def _fill(table, scores, of_reference, of_score):
+    """Add the scores of each runtime's caches, below its float32 cache."""
+    for runtime, group in groupby(scores, key=lambda score: score.runtime):
+        group = list(group)
+        table.add_row(REFERENCES[runtime], *of_reference(group[0]))
+        for score in group:
+            table.add_row(score.name, *of_score(score))
+    return table
+
+
+def score_table(scores, cache_shape):
+    """The scores as a table, below those of each runtime's float32 cache."""
+
+    def cells(nll, quality, bits, stored):
+        ratios = (f"{float_bytes(cache_shape, itemsize) / stored:.2f}x" for itemsize in (4, 2))
+        return f"{nll:.5f}", *quality, f"{bits:.2f}", f"{stored:,}", *ratios
+
+    def of_score(score):
+        quality = (f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.top1:.2%}")
+        return cells(score.nll, quality, score.bits_per_element, score.bytes_per_token)
+
+    table = new_table("cache", "NLL", "- float32", "KL", "top-1", "bits", "bytes/token", "float32 takes", "float16 takes")
+    return _fill(table, scores, lambda score: cells(score.nll_float32, ("", "", ""), 32, float_bytes(cache_shape, 4)), of_score)
+
+
 def compression_table(scores):
-    """The scores of compressed prompts as a table.
-
-    Parameters
-    ----------
-    scores : sequence of CompressionScore
-
-    Returns
-    -------
-    rich.table.Table
-    """
-    table = Table(box=SIMPLE_HEAD)
-    for heading in ("method", "bits", "K error", "V error", "output error", "NLL", "- float32", "KL", "top-1"):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
+    """The scores of `evaluate_compressed` as a table."""
+    table = new_table("method", "bits", "K error", "V error", "output error", "NLL", "- float32", "KL", "top-1")
     for score in scores:
         errors = (f"{error:.2%}" for error in (score.k_error, score.v_error, score.output_error))
         quality = (f"{score.nll:.5f}", f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.top1:.2%}")
@@ -118,55 +91,23 @@ def compression_table(scores):
 
 
 def retrieval_table(scores):
-    """The scores of retrieval as a table, below those of each runtime's float32 cache.
+    """The scores of retrieval as a table, below those of each runtime's float32 cache."""
 
-    Parameters
-    ----------
-    scores : sequence of RetrievalScore
+    def of_reference(score):
+        return f"{score.log_prob_float32:.4f}", "", "", f"{score.num_exact_float32} of {score.num_answers}", "", "32.00"
 
-    Returns
-    -------
-    rich.table.Table
-    """
-    table = Table(box=SIMPLE_HEAD)
-    for heading in ("cache", "log-prob", "- float32", "+-", "exact answers", "of all", "bits"):
-        table.add_column(heading, justify="left" if heading == "cache" else "right")
-    for runtime, group in groupby(scores, key=lambda score: score.runtime):
-        group = list(group)
-        first = group[0]
-        table.add_row(
-            REFERENCES[runtime],
-            f"{first.log_prob_float32:.4f}",
-            "",
-            "",
-            f"{first.num_exact_float32} of {first.num_answers}",
-            "",
-            "32.00",
-        )
-        for score in group:
-            table.add_row(
-                score.name,
-                f"{score.log_prob:.4f}",
-                f"{score.difference:+.4f}",
-                f"{score.interval:.4f}",
-                f"{score.num_exact} of {score.num_answers}",
-                f"{score.exact_low:.0%} to {score.exact_high:.0%}",
-                f"{score.bits_per_element:.2f}",
-            )
-    return table
+    def of_score(score):
+        log_probs = (f"{score.log_prob:.4f}", f"{score.difference:+.4f}", f"{score.interval:.4f}")
+        exact = (f"{score.num_exact} of {score.num_answers}", f"{score.exact_low:.0%} to {score.exact_high:.0%}")
+        return *log_probs, *exact, f"{score.bits_per_element:.2f}"
+
+    table = new_table("cache", "log-prob", "- float32", "+-", "exact answers", "of all", "bits")
+    return _fill(table, scores, of_reference, of_score)
 
 
 def plot_scores(scores, path, title):
-    """Draw KL divergence over bits per element, a labelled point for each score.
-
-    Parameters
-    ----------
-    scores : sequence of CacheScore
-        Scores without divergence do not fit a logarithmic scale, and are listed below the plot.
-    path : path-like
-        The file; its suffix is its type.
-    title : str
-    """
+    """Draw KL divergence over bits per element, a labelled point for each score. Scores without divergence do not fit a
+    logarithmic scale, and are listed below the plot."""
     shown = [score for score in scores if score.kl > 0]
     figure = new_figure((7, 4.6))
     axes = figure.add_subplot(title=title, yscale="log")

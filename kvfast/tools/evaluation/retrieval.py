@@ -11,74 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 import kvfast
-from kvfast.tools.evaluation.perplexity import log_softmax
+from kvfast.tools.evaluation.perplexity import log_softmax, predictor
 
-NAMES = [
-    "Athens",
-    "Baghdad",
-    "Bangkok",
-    "Barcelona",
-    "Beijing",
-    "Berlin",
-    "Bogota",
-    "Boston",
-    "Brussels",
-    "Bucharest",
-    "Budapest",
-    "Cairo",
-    "Chicago",
-    "Copenhagen",
-    "Dallas",
-    "Delhi",
-    "Denver",
-    "Dublin",
-    "Geneva",
-    "Glasgow",
-    "Hamburg",
-    "Havana",
-    "Helsinki",
-    "Houston",
-    "Istanbul",
-    "Jakarta",
-    "Jerusalem",
-    "Karachi",
-    "Kiev",
-    "Lagos",
-    "Lima",
-    "Lisbon",
-    "London",
-    "Madrid",
-    "Manila",
-    "Melbourne",
-    "Miami",
-    "Milan",
-    "Montreal",
-    "Moscow",
-    "Mumbai",
-    "Munich",
-    "Nairobi",
-    "Naples",
-    "Oslo",
-    "Ottawa",
-    "Oxford",
-    "Paris",
-    "Prague",
-    "Rome",
-    "Santiago",
-    "Seattle",
-    "Seoul",
-    "Shanghai",
-    "Singapore",
-    "Stockholm",
-    "Sydney",
-    "Tokyo",
-    "Toronto",
-    "Tunis",
-    "Venice",
-    "Vienna",
-    "Warsaw",
-    "Zurich",
-]
+NAMES = """
+    Athens Baghdad Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Bucharest Budapest Cairo Chicago Copenhagen
+    Dallas Delhi Denver Dublin Geneva Glasgow Hamburg Havana Helsinki Houston Istanbul Jakarta Jerusalem Karachi Kiev Lagos
+    Lima Lisbon London Madrid Manila Melbourne Miami Milan Montreal Moscow Mumbai Munich Nairobi Naples Oslo Ottawa Oxford
+    Paris Prague Rome Santiago Seattle Seoul Shanghai Singapore Stockholm Sydney Tokyo Toronto Tunis Venice Vienna Warsaw
+    Zurich
+""".split()  # noqa: SIM905 - a list would have a line for each
 DIGITS = 5
 _QUESTION_CHUNK = 16  # up to this number of tokens see what each would see alone
 _NORMAL = 1.96  # standard deviations of a 95 % interval
@@ -243,28 +184,9 @@ def retrieve(task, predict, *, chunk_size=512, progress=None):
 
 
 def retrieve_with(model, task, caches, **options):
-    """`retrieve` with a float32 cache and others.
-
-    Parameters
-    ----------
-    model : LlamaModel
-    task : RetrievalTask
-    caches : sequence of kvfast.KVCache
-        Empty caches made with `model.cache_shape`.
-    **options
-        As for `retrieve`.
-
-    Returns
-    -------
-    ndarray of shape (1 + len(caches), answers, 2)
-    """
+    """`retrieve` with a float32 cache and others, which are empty and made with `model.cache_shape`."""
     reference = kvfast.KVCache(*model.cache_shape, max_seq_len=len(task.tokens), dtype="float32")
-
-    def predict(chunk):
-        hidden = model.forward_each(chunk, [reference, *caches])
-        return lambda rows: model.logits(hidden[:, rows])
-
-    return retrieve(task, predict, **options)
+    return retrieve(task, predictor(model, [reference, *caches]), **options)
 
 
 def retrieval_scores(results, names, bits, runtime="kvfast"):

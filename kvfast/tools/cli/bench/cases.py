@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -40,48 +41,22 @@ FORMATS = ("int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloa
 
 @dataclass(frozen=True)
 class Work:
-    """A call, and what it is a fraction of.
-
-    Attributes
-    ----------
-    call : callable
-    count : int
-        Layers, or tokens, that a call is for.
-    nbytes : int
-        Bytes of all that it has to read and write.
-    operations : int
-        Multiplications and additions, of the scores and values that queries can see alone; 0 where they do not count.
-    arithmetic : str
-        What they are done in, see `kvfast.core.hardware.peak_rate`.
-    read_bytes : int
-        What `kvfast.core.hardware.read_bandwidth` is to read for comparison.
-    check : callable
-        Raises AssertionError if the results of the call are wrong.
-    """
+    """A call for `count` layers or tokens, and what it is a fraction of: all bytes that it has to read and write, and the multiplications and additions of the
+    scores and values that queries can see (0 where they do not count)."""
 
     call: Callable[[], object]
     count: int
     nbytes: int
     operations: int
-    arithmetic: str
-    read_bytes: int
-    check: Callable[[], None]
+    check: Callable[[], None]  # raises AssertionError if the results of the call are wrong
+    read_bytes: int = 0  # by the measurement of the machine beside it
 
 
 @dataclass(frozen=True)
 class Case:
     """One thing to measure; ``str(case)`` is its name, and `Case.parse` reads it.
 
-    Parameters
-    ----------
-    work : str
-        A name of `WORKS`.
-    model : Model
-    format : str or KVFormat
-    context : int
-        Tokens of the cache.
-    num_tokens : int
-        Queries of `prefill`, tokens at a time of `append`, sequences of `batch`.
+    `num_tokens` are queries of `prefill`, tokens at a time of `append`, sequences of `batch`.
     """
 
     work: str
@@ -105,12 +80,7 @@ class Case:
 
     @classmethod
     def parse(cls, name):
-        """The case of a name.
-
-        Raises
-        ------
-        ValueError
-        """
+        """The case of a name; a ValueError for another text."""
         work, model, form, *rest = (*str(name).split(), "", "", "")
         numbers = [number for number in rest if number]
         known = work in WORKS and model in MODELS and form
@@ -119,20 +89,15 @@ class Case:
         return cls(work, MODELS[model], form, *map(int, numbers))
 
     def prepare(self, least_bytes=LEAST_BYTES):
-        """The call and its arrays.
-
-        Parameters
-        ----------
-        least_bytes : int
-            That a call of `decode` reads.
-
-        Returns
-        -------
-        Work
-        """
+        """The `Work` of the call, with its arrays. A call of `decode` reads at least `least_bytes`."""
         if not 1 <= self.num_tokens or (self.num_tokens > self.context and self.work != "batch"):
             raise ValueError(f"{self}: {self.num_tokens} tokens do not fit {self.context}")
-        return WORKS[self.work](self, least_bytes)
+        work = WORKS[self.work](self, least_bytes)
+        return work if work.read_bytes else replace(work, read_bytes=least_bytes // 2)
+
+    def new_cache(self):
+        """An empty cache of one layer."""
+        return kvfast.KVCache(1, self.model.num_kv_heads, self.model.head_dim, self.context, self.format)
 
 
 def fill(cache, context):
@@ -170,10 +135,15 @@ def decode(cache, q):
 
 def check_attention(cache, q):
     """The last query's first head is right, against NumPy."""
+    check_output(cache, q[-1], cache.attend(0, q)[-1])
+
+
+def check_output(cache, q, out):
+    """The first head of the output of one query is right, against NumPy."""
     k, v = cache.k(0)[:, 0].astype(np.float64), cache.v(0)[:, 0].astype(np.float64)
-    score = k @ q[-1, 0] * k.shape[1] ** -0.5
+    score = k @ q[0] * k.shape[1] ** -0.5
     weight = np.exp(score - score.max())
-    assert np.allclose(cache.attend(0, q)[-1, 0], weight @ v / weight.sum(), atol=2e-3)
+    assert np.allclose(out[0], weight @ v / weight.sum(), atol=2e-3)
 
 
 def _operations(model, context, n):
@@ -191,8 +161,6 @@ def _decode(case, least_bytes):
         count=layers,
         nbytes=cache.bytes_per_token * case.context,
         operations=layers * _operations(case.model, case.context, 1),
-        arithmetic=case.arithmetic,
-        read_bytes=least_bytes // 2,
         check=lambda: check_attention(cache, q),
     )
 
@@ -212,7 +180,6 @@ def _cached(case, least_bytes):
         count=times,
         nbytes=times * stored,
         operations=times * _operations(case.model, case.context, 1),
-        arithmetic=case.arithmetic,
         read_bytes=stored,
         check=lambda: check_attention(cache, q),
     )
@@ -228,28 +195,20 @@ def _batch(case, least_bytes):
     for sequence in sequences:
         fill(sequence, case.context)
     q = query(model, n)
-
-    def check():
-        k, v = (array[:, 0].astype(np.float64) for array in (sequences[0].k(0), sequences[0].v(0)))
-        score = k @ q[0, 0] * model.head_dim**-0.5
-        weight = np.exp(score - score.max())
-        assert np.allclose(pool.attend_batch(0, q, sequences)[0, 0], weight @ v / weight.sum(), atol=2e-3)
-
+    call = partial(pool.attend_batch, 0, q, sequences)
     return Work(
-        call=lambda: pool.attend_batch(0, q, sequences),
+        call=call,
         count=1,
         nbytes=n * pool.bytes_per_token * case.context,
         operations=n * _operations(model, case.context, 1),
-        arithmetic=case.arithmetic,
-        read_bytes=least_bytes // 2,
-        check=check,
+        check=lambda: check_output(sequences[0], q[0], call()[0]),
     )
 
 
 def _prefill(case, least_bytes):
     """The last tokens of a prompt, in one layer: appended and not yet advanced, as in a model."""
     n, before = case.num_tokens, case.context - case.num_tokens
-    cache = kvfast.KVCache(1, case.model.num_kv_heads, case.model.head_dim, case.context, case.format)
+    cache = case.new_cache()
     fill(cache, before)
     shape = (2, n, cache.num_kv_heads, cache.head_dim)
     cache.append(0, *np.random.default_rng(2).standard_normal(shape, np.float32))
@@ -259,8 +218,6 @@ def _prefill(case, least_bytes):
         count=1,
         nbytes=cache.bytes_per_token * case.context,
         operations=_operations(case.model, case.context, n),
-        arithmetic=case.arithmetic,
-        read_bytes=least_bytes // 2,
         check=lambda: check_attention(cache, q),
     )
 
@@ -268,7 +225,7 @@ def _prefill(case, least_bytes):
 def _append(case, least_bytes):
     """All tokens of one layer, num_tokens at a time, encoded and advanced."""
     n, times = case.num_tokens, case.context // case.num_tokens
-    cache = kvfast.KVCache(1, case.model.num_kv_heads, case.model.head_dim, case.context, case.format)
+    cache = case.new_cache()
     shape = (2, times, n, cache.num_kv_heads, cache.head_dim)
     k, v = np.random.default_rng(0).standard_normal(shape, np.float32)
 
@@ -282,15 +239,7 @@ def _append(case, least_bytes):
         call()
         assert np.abs(cache.k(0) - k.reshape(cache.k(0).shape)).max() < 0.6
 
-    return Work(
-        call=call,
-        count=times * n,
-        nbytes=k.nbytes + v.nbytes + cache.bytes_per_token * times * n,
-        operations=0,
-        arithmetic=case.arithmetic,
-        read_bytes=least_bytes // 2,
-        check=check,
-    )
+    return Work(call=call, count=times * n, nbytes=k.nbytes + v.nbytes + cache.bytes_per_token * times * n, operations=0, check=check)
 
 
 def _read(case, least_bytes):
@@ -308,8 +257,6 @@ def _read(case, least_bytes):
         count=case.context,
         nbytes=cache.bytes_per_token * case.context + sum(array.nbytes for array in call()),
         operations=0,
-        arithmetic=case.arithmetic,
-        read_bytes=least_bytes // 2,
         check=check,
     )
 
@@ -326,17 +273,8 @@ def _codec(case, least_bytes):
     def check():
         assert np.all(np.abs(out - x) <= 0.50001 * scales[:, None])
 
-    return Work(
-        call={"quantize": lambda: kvfast.quantize(x, bits=bits), "dequantize": lambda: kvfast.dequantize(codes, scales, out)}[
-            case.work
-        ],
-        count=case.context,
-        nbytes=x.nbytes + codes.nbytes + scales.nbytes,
-        operations=0,
-        arithmetic=case.arithmetic,
-        read_bytes=least_bytes // 2,
-        check=check,
-    )
+    calls = {"quantize": lambda: kvfast.quantize(x, bits=bits), "dequantize": lambda: kvfast.dequantize(codes, scales, out)}
+    return Work(call=calls[case.work], count=case.context, nbytes=x.nbytes + codes.nbytes + scales.nbytes, operations=0, check=check)
 
 
 WORKS = {

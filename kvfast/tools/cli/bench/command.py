@@ -24,12 +24,7 @@ SHORT_SECONDS = 0.3
 
 
 def run_bench(args):
-    """Measure this machine; print tables and write files.
-
-    Parameters
-    ----------
-    args : argparse.Namespace
-    """
+    """Measure this machine; print tables and write files."""
     if args.plot:
         check_plot(args.plot)
     _check_folder(args.json)

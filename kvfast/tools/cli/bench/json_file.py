@@ -9,18 +9,7 @@ WIDTH = 480  # characters of a line; a result with a dozen fields takes 350
 
 
 def json_text(value, indent=0):
-    """JSON in which a list or an object stands in one line if it is short and holds no list of objects.
-
-    Parameters
-    ----------
-    value : what `json.dumps` takes
-    indent : int
-        Spaces before what is closed.
-
-    Returns
-    -------
-    str
-    """
+    """JSON in which a list or an object stands in one line if it is short and holds no list of objects."""
     flat = json.dumps(value)
     if not isinstance(value, dict | list) or (len(flat) <= WIDTH and not _holds_rows(value)):
         return flat

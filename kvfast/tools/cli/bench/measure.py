@@ -24,21 +24,10 @@ PEAK_TIMES = 5  # where it counts: a call of a second sees all that a machine is
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over the rounds of one case.
+    """Medians over the rounds of one case: of one layer, or of one token for `append`, `read` and the codecs.
 
-    Attributes
-    ----------
-    case : Case
-    num_threads : int
-    num_rounds : int
-    seconds : float
-        The time of one layer, or of one token for `append`, `read` and the codecs.
-    nbytes, operations : float
-        The same; see `Work`.
-    read_bandwidth, peak_rate : float
-        The machine's, in the same rounds; peak_rate is None where operations do not matter.
-    bandwidth_fraction, compute_fraction : float
-        nbytes / seconds / read_bandwidth and operations / seconds / peak_rate, the medians of each round's own.
+    `read_bandwidth` and `peak_rate` are the machine's, in the same rounds; without operations there is no peak. The fractions
+    are medians of each round's own.
     """
 
     case: Case
@@ -59,14 +48,7 @@ class Result:
 
 
 class Meter:
-    """Measures the machine before each round, and what the rounds are fractions of it.
-
-    Parameters
-    ----------
-    case : Case
-    work : Work
-    num_threads : int
-    """
+    """Measures the machine before each round, and what the rounds are fractions of it."""
 
     def __init__(self, case, work, num_threads):
         self.case, self.work, self.num_threads = case, work, num_threads
@@ -83,7 +65,7 @@ class Meter:
         self._bandwidths.append(harmonic_mean(reads))
         if work.operations:
             times = PEAK_TIMES if self.case.is_compute_bound else 1
-            self._peaks.append(fmean(peak_rate(work.arithmetic, self.num_threads) for _ in range(times)))
+            self._peaks.append(fmean(peak_rate(self.case.arithmetic, self.num_threads) for _ in range(times)))
 
     def result(self, times):
         """What came out, of the last ``len(times)`` samples and the times of the calls after them."""
@@ -104,25 +86,10 @@ class Meter:
 
 
 def measure(cases, threads, *, seconds=1.0, rounds=None, least_bytes=LEAST_BYTES, progress=None):
-    """Measure cases, those that differ in the format alone in interleaved rounds.
+    """Yield a `Result` for each case and number of threads. Neighbours that differ in the format alone run in interleaved rounds.
 
-    Parameters
-    ----------
-    cases : iterable of Case
-        Best ordered such that those which differ in the format alone are neighbours.
-    threads : sequence of int
-    seconds : float
-        About how long to call each case, at least three times, for each number of threads.
-    rounds : int, optional
-        How many times instead.
-    least_bytes : int
-        See `Case.prepare`.
-    progress : callable, optional
-        Called with a text, which is what comes next, and how many results there are since the last time.
-
-    Yields
-    ------
-    Result
+    A case is called for about `seconds`, at least three times, or `rounds` times. `progress` is called with a text, which is
+    what comes next, and how many results there are since the last time.
     """
     progress = progress or (lambda text, done: None)
     for (work, model, context, n), group in itertools.groupby(cases, _without_format):

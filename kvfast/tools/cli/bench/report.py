@@ -8,12 +8,11 @@ from itertools import groupby
 from statistics import median
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 import kvfast
 from kvfast.tools.cli.bench.measure import cpu_name
 from kvfast.tools.evaluation.plotting import new_figure
+from kvfast.tools.evaluation.report import new_table
 
 TITLES = {
     "decode": "decode: one token attends to the context",
@@ -36,25 +35,14 @@ def seconds_per_token(result, seconds=None):
 
 
 def tables(results):
-    """One table for each work.
-
-    Parameters
-    ----------
-    results : sequence of Result
-
-    Yields
-    ------
-    rich.table.Table
-    """
+    """Yield a table for each work."""
     for (work, model, n), group in groupby(results, lambda one: (one.case.work, one.case.model, one.case.num_tokens)):
         group = list(group)
         title = f"{TITLES[work].format(n=n)} ({model.name}, {model.num_layers} layers)"
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
         columns = ["context", "threads", "format", "per token", "GB/s", "of bandwidth"]
         if group[0].operations:
             columns += ["GOP/s", "of peak"]
-        for name in (*columns, "float16 takes"):
-            table.add_column(name, justify="left" if name == "format" else "right")
+        table = titled_table(title, *columns, "float16 takes")
         of_floats = {_place(one): one.seconds for one in group if str(one.case.format) == "float16"}
         for _, rows in groupby(sorted(group, key=_place), _place):
             for one in rows:
@@ -73,6 +61,10 @@ def tables(results):
                 )
             table.add_section()
         yield table
+
+
+def titled_table(title, *headings):
+    return new_table(*headings, left=("work", "format"), title=title, title_justify="left", title_style="bold")
 
 
 def _place(result):
@@ -104,37 +96,14 @@ def machine_text(results):
 
 
 def as_json(results, megabytes):
-    """The results as plain data.
-
-    Parameters
-    ----------
-    results : sequence of Result
-    megabytes : int
-        What a call of `decode` reads at least.
-
-    Returns
-    -------
-    dict
-    """
+    """The results as plain data; a call of `decode` read at least so many megabytes."""
     about = {"version": kvfast.__version__, "cpu": cpu_name(), "isa": kvfast.active_isa(), "megabytes": megabytes}
     return about | {"results": _rows(results)}
 
 
 def as_report(by_isa, megabytes):
-    """What to send to us from a machine that we do not have. It has no name of a machine or a user, and no path.
-
-    Parameters
-    ----------
-    by_isa : dict of str to sequence of Result
-        The results of each tier.
-    megabytes : int
-        As in `as_json`.
-
-    Returns
-    -------
-    dict
-        The processor, versions, what `kvfast.config` tells, and ``tiers``, the results by tier.
-    """
+    """What to send to us from a machine that we do not have: the processor, versions, `kvfast.config` and the results by tier. It
+    has no name of a machine or a user, and no path."""
     config = kvfast.config()
     about = {"cpu": cpu_name(), "machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()}
     versions = {"kvfast": config.pop("version"), "python": platform.python_version(), "numpy": np.__version__}
@@ -153,15 +122,8 @@ def _rows(results):
 
 
 def plot(results, path):
-    """Draw the time per token over the context, and the line below which the machine lets nothing come.
-
-    Parameters
-    ----------
-    results : sequence of Result
-        Those of `decode` and `prefill`, with the most threads, are drawn.
-    path : path-like
-        The file; its suffix is its type.
-    """
+    """Draw the time per token of `decode` and `prefill` over the context, with the most threads, and the line below which the
+    machine lets nothing come."""
     drawn = [one for one in results if one.case.work in ("decode", "prefill")]
     if not drawn:
         raise ValueError("a plot shows decode and prefill, but neither was measured")

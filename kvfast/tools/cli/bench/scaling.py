@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 import kvfast
 from kvfast.tools.cli.bench.measure import cpu_name
-from kvfast.tools.cli.bench.report import COLOURS, TITLES, draw_ticks, time_text
+from kvfast.tools.cli.bench.report import COLOURS, TITLES, draw_ticks, time_text, titled_table
 from kvfast.tools.evaluation.plotting import new_figure
 
 WORKS = "decode,batch,prefill"
@@ -31,23 +28,10 @@ def bound(result):
 
 
 def scaling_table(results):
-    """Times of a layer by threads, and how many times as fast as one thread that is.
-
-    Parameters
-    ----------
-    results : sequence of Result
-        Of every case those of the same numbers of threads, the fewest first.
-
-    Returns
-    -------
-    rich.table.Table
-    """
+    """Times of a layer by threads, and how many times as fast as with the fewest that is."""
     title = f"time of a layer by threads, times as fast as with the fewest, and bound / time ({results[0].case.model.name})"
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for name in ("work", "context", "format"):
-        table.add_column(name, justify="right" if name == "context" else "left")
-    for threads in sorted({one.num_threads for one in results}):
-        table.add_column(f"{threads} thread{'s' * (threads > 1)}", justify="right")
+    counts = sorted({one.num_threads for one in results})
+    table = titled_table(title, "work", "context", "format", *(f"{n} thread{'s' * (n > 1)}" for n in counts))
     for work, of_work in groupby(results, lambda one: one.case.work):
         for case, of_case in _by_case(of_work):
             cells = [f"{time_text(one.seconds)} {of_case[0].seconds / one.seconds:5.2f}x {one.fraction:5.2f}" for one in of_case]
@@ -69,14 +53,7 @@ def _work_text(case):
 
 
 def plot_scaling(results, path):
-    """Draw the time of each case over the number of threads: the ideal line, and the bound by memory or arithmetic.
-
-    Parameters
-    ----------
-    results : sequence of Result
-    path : path-like
-        The file; its suffix is its type.
-    """
+    """Draw the time of each case over the number of threads: the ideal line, and the bound by memory or arithmetic."""
     works = list(dict.fromkeys(one.case.work for one in results))
     figure = new_figure((4.4 * len(works), 4.4))
     for place, work in enumerate(works):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
@@ -352,28 +353,23 @@ class _Cache:
         return "RingKVCache" if any(window is not None and window < context for window, _ in self.pools) else "KVCache"
 
     def nbytes(self, context):
+        return self._nbytes(context, 0)
+
+    def bytes_of_prompt(self, context):
+        """`nbytes` while all tokens come in one append."""
+        return self._nbytes(context, context)
+
+    def _nbytes(self, context, appended):
+        """Bytes while the last `appended` tokens have not left a window, and have float rows in formats that seal blocks."""
         total = 0
         for window, pool in self.pools:
             blocks = -(-context // self.block_size)
             if window is not None and window < context:
                 blocks = ring_blocks(window + ROLLBACK, 0, self.block_size)
-            total += pool.bytes_for(blocks)
+            total += _with_more(pool, blocks, -(-appended // self.block_size))
             floats = pool.float_pool()
             if floats is not None:
-                total += floats.bytes_for(floats.first_blocks)
-        return total
-
-    def bytes_of_prompt(self, context):
-        """`nbytes` while all tokens come in one append."""
-        total, blocks = 0, -(-context // self.block_size)
-        for window, pool in self.pools:
-            first = blocks
-            if window is not None and window < context:
-                first = ring_blocks(window + ROLLBACK, 0, self.block_size)
-            total += _with_more(pool, first, blocks)
-            floats = pool.float_pool()
-            if floats is not None:
-                pieces = -(-context // PIECE) if any(form.seals for form in pool.formats) else 1
+                pieces = -(-appended // PIECE) if any(form.seals for form in pool.formats) else 0
                 total += _with_more(floats, floats.first_blocks, pieces)
         return total
 
@@ -424,13 +420,5 @@ def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes, s
 
 def _longest(nbytes, room):
     """The largest number of tokens that fit into `room` bytes; None for no limit."""
-    low, high = 0, MAX_TOKENS
-    if nbytes(high) <= room:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if nbytes(middle) <= room:
-            low = middle
-        else:
-            high = middle
-    return low
+    longest = bisect_right(range(1, MAX_TOKENS + 1), room, key=nbytes)
+    return None if longest == MAX_TOKENS else longest

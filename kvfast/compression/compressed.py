@@ -216,14 +216,8 @@ class CompressedKV:
         return (out, lse) if return_lse else out
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Everything that is stored, as plain arrays.
-
-        Returns
-        -------
-        dict of str to ndarray
-            ``"header"``: JSON in uint8. The names of the other arrays say what they hold, for example
-            ``"0.store.k.codes"``.
-        """
+        """Everything that is stored, as plain arrays by name: ``"header"`` is JSON in uint8, and the names of the others say what
+        they hold, for example ``"0.store.k.codes"``."""
         return {"header": np.frombuffer(self._header().encode(), np.uint8)} | {name: one.copy() for name, one in self._arrays().items()}
 
     @classmethod

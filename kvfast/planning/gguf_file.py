@@ -174,18 +174,9 @@ class GGUFFile:
         return value
 
     def tensor(self, name, shape):
-        """Read one tensor.
+        """Read one tensor, whose shape, rows first, must be as expected: float32, C-contiguous.
 
-        Parameters
-        ----------
-        name : str
-        shape : tuple of int
-            The expected shape, rows first. The file must agree.
-
-        Returns
-        -------
-        ndarray, shape `shape`, float32, C-contiguous
-            A dequantised copy, which stays valid after the file is gone.
+        It is a dequantised copy, which stays valid after the file is gone.
         """
         if name not in self._tensors:
             raise ModelFileError(f"{self.path}: the tensor {name} is missing")

@@ -5,22 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 import kvfast
+from kvfast.tools.llama.model import whole_or_not
 
 
 def compute_document(model, tokens, **storage):
-    """Compute the keys and values of a document by itself, for `splice_documents`.
+    """Compute the keys and values of a document by itself, for `splice_documents`: a `kvfast.Snapshot` with the token ids.
 
-    Parameters
-    ----------
-    model : LlamaModel
-    tokens : sequence of int
-    **storage
-        Storage formats of a `kvfast.KVCache`, those of the cache that it will be part of.
-
-    Returns
-    -------
-    kvfast.Snapshot
-        With the token ids.
+    `storage` names the formats of the cache that it will be part of, as `kvfast.KVCache` does.
     """
     cache = kvfast.KVCache(*model.cache_shape, **storage)
     model.prefill(tokens, cache)
@@ -54,36 +45,18 @@ def splice_documents(model, cache, documents, recompute=0):
     for document in documents:
         if document.token_ids is None:
             raise ValueError("recompute needs documents with token ids, see compute_document")
-    before = len(cache)
-    try:
+    with whole_or_not(cache):
         for document in documents:
             tokens = document.token_ids[:recompute]
             if len(tokens):
                 model.prefill(tokens, cache)
             cache.splice(document, rope=model.rope, recomputed=len(tokens))
-    except BaseException:
-        cache.truncate(before)
-        raise
 
 
 def shift_context(model, cache, keep):
-    """Make room in a full cache: drop half of the tokens after the first `keep`.
+    """Make room in a full cache: drop half of the tokens after the first `keep`, and return their number, at least 1.
 
-    Parameters
-    ----------
-    model : LlamaModel
-    cache : kvfast.KVCache or kvfast.Sequence
-    keep : int
-
-    Returns
-    -------
-    int
-        Number of dropped tokens, at least 1.
-
-    Raises
-    ------
-    ValueError
-        If there are none.
+    ValueError if there are none.
     """
     if not 0 <= keep < len(cache):
         raise ValueError(f"keep must be at least 0 and less than the {len(cache)} tokens of the cache, got {keep}")

@@ -37,16 +37,7 @@ class Sampler:
         self._random = np.random.default_rng(seed)
 
     def __call__(self, logits):
-        """Choose a token.
-
-        Parameters
-        ----------
-        logits : ndarray, shape (vocab_size,), float32
-
-        Returns
-        -------
-        int
-        """
+        """The token that follows, an int, from logits of shape (vocab_size,), float32."""
         if self.temperature == 0:
             return int(logits.argmax())
         candidates = np.argsort(-logits, kind="stable")[: self.top_k or None]

@@ -7,6 +7,7 @@ values, then `attend` with the queries that come back.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
@@ -106,35 +107,23 @@ class LlamaModel:
             The final hidden states, normalised: what `logits` takes.
         """
         tokens = self._checked(tokens)
-        start = len(cache)
-        positions = np.arange(start, start + len(tokens))
+        positions = len(cache) + np.arange(len(tokens))
         for draft, parent in enumerate(tree_parents or (), len(tokens) - len(tree_parents or ())):
             positions[draft] = positions[parent + len(tokens) - len(tree_parents)] + 1
-        try:
+        with whole_or_not(cache):
             hidden = self._layers(tokens, positions, _attention_to(cache, tree_parents))
             if tree_parents is None:
                 cache.advance(len(tokens))
-        except BaseException:
-            cache.truncate(start)  # drops what some layers appended and others did not
-            raise
         return hidden
 
     def forward_each(self, tokens, caches):
         """Run the same tokens through the model with each of several caches, as `forward` does with one.
 
-        Parameters
-        ----------
-        tokens : sequence of int, length num_tokens
-            The tokens that follow those that every cache holds.
-        caches : list of kvfast.KVCache or kvfast.RingKVCache
-
-        Returns
-        -------
-        ndarray, shape (len(caches), num_tokens, hidden_size), float32
+        Returns hidden states of shape (len(caches), num_tokens, hidden_size).
         """
         tokens = self._checked(tokens)
-        starts, count = [len(cache) for cache in caches], len(tokens)
-        positions = np.concatenate([start + np.arange(count) for start in starts])
+        count = len(tokens)
+        positions = np.concatenate([len(cache) + np.arange(count) for cache in caches])
 
         def attention(index, qkv, positions, **transform):
             out = []
@@ -144,14 +133,10 @@ class LlamaModel:
                 out.append(cache.attend(index, q))
             return np.concatenate(out)
 
-        try:
+        with whole_or_not(*caches):
             hidden = self._layers(np.tile(tokens, len(caches)), positions, attention)
             for cache in caches:
                 cache.advance(count)
-        except BaseException:
-            for cache, start in zip(caches, starts, strict=True):
-                cache.truncate(start)
-            raise
         return hidden.reshape(len(caches), count, -1)
 
     def forward_batch(self, tokens, sequences, counts):
@@ -173,39 +158,24 @@ class LlamaModel:
         """
         tokens = self._checked(tokens)
         pool = sequences[0].pool
-        starts = pool.seq_lens(sequences)
         slots = pool.slot_mapping(sequences, counts)
         bounds = np.concatenate([[0], np.cumsum(counts)])
-        positions = np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
+        positions = np.concatenate([start + np.arange(count) for start, count in zip(pool.seq_lens(sequences), counts, strict=True)])
 
         def attention(index, qkv, **transform):
             q = pool.write_batch(index, qkv, slots, **transform)
             return pool.attend_batch(index, q, sequences, cu_seqlens_q=bounds, cascade=not self.batch_invariant)
 
-        try:
+        with whole_or_not(*sequences):
             hidden = self._layers(tokens, positions, attention)
             for sequence, first, last in zip(sequences, bounds[:-1], bounds[1:], strict=True):
                 sequence.advance(last - first, tokens[first:last])
-        except BaseException:
-            for sequence, start in zip(sequences, starts, strict=True):
-                sequence.truncate(start)
-            raise
         return hidden
 
     def prefill(self, tokens, cache, chunk_size=512):
-        """Run a long prompt in chunks, so that scratch memory does not grow with its length.
+        """Run a long prompt in chunks of `forward`, so that scratch memory does not grow with its length.
 
-        Parameters
-        ----------
-        tokens : sequence of int
-        cache : kvfast.KVCache
-        chunk_size : int
-            Tokens per call of `forward`.
-
-        Returns
-        -------
-        ndarray, shape (hidden_size,), float32
-            The final hidden state of the last token.
+        Returns the final hidden state of the last token, (hidden_size,).
         """
         if not len(tokens):
             raise ValueError("the prompt is empty: there is no token to start from")
@@ -214,16 +184,7 @@ class LlamaModel:
         return hidden[-1]
 
     def logits(self, hidden):
-        """Score every token of the vocabulary as the next one.
-
-        Parameters
-        ----------
-        hidden : ndarray, shape (..., hidden_size), float32
-
-        Returns
-        -------
-        ndarray, shape (..., vocab_size), float32
-        """
+        """Score every token of the vocabulary as the next one: hidden states (..., hidden_size) give (..., vocab_size), float32."""
         return self._linear(hidden, self.weights.output)
 
     def _checked(self, tokens):
@@ -275,6 +236,18 @@ class LlamaModel:
         else:
             out = self._threads.call(np.matmul, rows, weight.T)
         return out.reshape(*x.shape[:-1], -1)
+
+
+@contextmanager
+def whole_or_not(*caches):
+    """Drop what caches get inside if that fails or is interrupted: some layers may have appended then, and others not."""
+    lengths = [len(cache) for cache in caches]
+    try:
+        yield
+    except BaseException:
+        for cache, length in zip(caches, lengths):
+            cache.truncate(length)
+        raise
 
 
 def _attention_to(cache, tree_parents=None):

@@ -73,21 +73,9 @@ class BatchGenerator:
         self.num_preemptions = 0
 
     def add(self, prompt, max_tokens):
-        """Queue a prompt.
+        """Queue a prompt, and return its `Request`.
 
-        Parameters
-        ----------
-        prompt : sequence of int
-        max_tokens : int
-
-        Returns
-        -------
-        Request
-
-        Raises
-        ------
-        ValueError
-            If the prompt is empty, or prompt and text do not fit the pool even alone.
+        ValueError if the prompt is empty, or prompt and text do not fit the pool even alone.
         """
         if not len(prompt):
             raise ValueError("the prompt is empty: there is no token to start from")
@@ -98,13 +86,7 @@ class BatchGenerator:
         return request
 
     def step(self):
-        """Run the model once.
-
-        Returns
-        -------
-        list of Request
-            Those that got a token, or ended.
-        """
+        """Run the model once. Returns the requests that got a token, or ended."""
         batch = self._next_batch()
         if not batch:
             return []

@@ -59,14 +59,8 @@ class Session:
         self._snapshot = None
 
     def save(self, token_ids):
-        """Write the file.
-
-        Parameters
-        ----------
-        token_ids : sequence of int
-            All of the text. The cache holds the first of them: tokens that it lacks are computed if it has room,
-            else left out.
-        """
+        """Write the file, with the token ids of all of the text. The cache holds the first of them: tokens that it lacks are
+        computed if it has room, else left out."""
         missing = token_ids[len(self.cache) :]
         if missing and len(token_ids) <= self.cache.max_seq_len:
             self.model.prefill(missing, self.cache)

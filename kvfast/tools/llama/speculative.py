@@ -6,6 +6,7 @@ guess costs time and nothing else, so these guess as far ahead as they have reas
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from kvfast.tools.llama.model import FEW_TOKENS
@@ -52,6 +53,31 @@ def continuation(context, start, count):
     return [context[start + i % period] for i in range(count)]
 
 
+class Passages:
+    """The places where a text went on after its last tokens, by n-grams of `least` to `most` tokens, up to `count` of each."""
+
+    def __init__(self, least, most, count):
+        self.least, self.most, self.count = least, most, count
+        self._read(None)
+
+    def find(self, context):
+        """The places with most tokens in common first, then the latest. The same list, longer, is not read again from the start."""
+        if context is not self._context or len(context) < self._indexed:
+            self._read(context)
+        for position in range(self._indexed, len(context)):
+            for n in range(self.least, min(self.most, position) + 1):
+                self._following[tuple(context[position - n : position])].append(position)
+        self._indexed = len(context)
+        found = {}
+        for n in range(self.most, self.least - 1, -1):
+            found |= dict.fromkeys(reversed(self._following.get(tuple(context[-n:]), ())))
+        return list(found)[: self.count]
+
+    def _read(self, context):
+        self._context, self._indexed = context, 0
+        self._following = defaultdict(lambda: deque(maxlen=self.count))
+
+
 class PromptLookup:
     """Guesses that the text repeats itself: what followed the last time that its last tokens were there.
 
@@ -75,9 +101,9 @@ class PromptLookup:
     def __init__(self, ngram=3, max_draft=FEW_TOKENS - 1):
         if ngram < 1:
             raise ValueError(f"ngram must be at least 1, got {ngram}")
-        _check_max_draft(max_draft)
-        self.ngram, self.max_draft = ngram, max_draft
-        self._context, self._indexed, self._following = None, 0, {}
+        if max_draft < 1:
+            raise ValueError(f"max_draft must be at least 1, got {max_draft}")
+        self.ngram, self.max_draft, self._passages = ngram, max_draft, Passages(ngram, ngram, 1)
 
     def draft(self, context, cache, limit):
         """Guess the next tokens.
@@ -93,22 +119,6 @@ class PromptLookup:
         -------
         list of int
         """
-        self._index(context)
-        start = self._following.get(tuple(context[-self.ngram :]))
-        if start is None:
-            return []
-        limit = min(limit, self.max_draft)
-        return continuation(context, start, count_alike(context, start, limit))
-
-    def _index(self, context):
-        """Note what follows every n-gram that a token follows."""
-        if context is not self._context or len(context) < self._indexed:
-            self._context, self._indexed, self._following = context, self.ngram, {}
-        for position in range(self._indexed, len(context)):
-            self._following[tuple(context[position - self.ngram : position])] = position
-        self._indexed = max(self._indexed, len(context))
-
-
-def _check_max_draft(max_draft):
-    if max_draft < 1:
-        raise ValueError(f"max_draft must be at least 1, got {max_draft}")
+        for start in self._passages.find(context):
+            return continuation(context, start, count_alike(context, start, min(limit, self.max_draft)))
+        return []

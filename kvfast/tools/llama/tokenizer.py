@@ -92,17 +92,10 @@ class Tokenizer:
         self.end_ids = frozenset((named | known) - {None})
 
     def encode(self, text):
-        """Tokenise text.
+        """Tokenise text: a list of token ids.
 
-        Parameters
-        ----------
-        text : str
-            Control tokens spelled out in it, such as "<|im_start|>", become those tokens. A
-            character some of whose bytes are not in a byte-level vocabulary loses those bytes.
-
-        Returns
-        -------
-        list of int
+        Control tokens spelled out in the text, such as "<|im_start|>", become those tokens. A character some of whose bytes are
+        not in a byte-level vocabulary loses those bytes.
         """
         try:
             ids = self._encoder.encode(text, add_special_tokens=False).ids
@@ -111,32 +104,15 @@ class Tokenizer:
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
     def decode(self, ids):
-        """Token ids back to text; bytes that are not valid UTF-8 become U+FFFD.
-
-        Parameters
-        ----------
-        ids : iterable of int
-
-        Returns
-        -------
-        str
-        """
+        """Token ids back to text; bytes that are not valid UTF-8 become U+FFFD."""
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
         # SentencePiece put a space in front of the text when it was encoded.
         return text[1:] if self._space_prefix and text.startswith(" ") else text
 
     def stream(self, ids):
-        """Text as the tokens of a continuation come, never half a character.
+        """Yield the text that each token of a continuation adds, never half a character. A last unfinished character becomes U+FFFD.
 
-        Parameters
-        ----------
-        ids : iterable of int
-            May be endless: it is read one token at a time.
-
-        Yields
-        ------
-        str
-            What the tokens so far add. A last unfinished character becomes U+FFFD.
+        `ids` may be endless: it is read one token at a time.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for id in ids:

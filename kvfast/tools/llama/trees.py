@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from kvfast.tools.llama.model import FEW_TOKENS
-from kvfast.tools.llama.speculative import continuation, count_alike
+from kvfast.tools.llama.speculative import Passages, continuation, count_alike
 
 
 @dataclass
@@ -99,45 +98,12 @@ class TreeLookup:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.ngram, self.least, self.max_passages, self.max_draft = ngram, least, max_passages, max_draft
-        self._forget(None)
+        self._passages = Passages(least, ngram, max_passages)
 
     def draft(self, context, cache, limit):
-        """Guess the next tokens.
-
-        Parameters
-        ----------
-        context : list of int
-            All tokens so far. The same list with more tokens at its end is not read again from the start.
-        cache : ignored
-        limit : int
-
-        Returns
-        -------
-        DraftTree
-        """
-        self._index(context)
+        """Guess the next tokens: as `PromptLookup.draft`, but a `DraftTree`."""
         tree, limit = DraftTree(), min(limit, self.max_draft)
-        passages = [(count_alike(context, start, limit), start) for start in self._passages(context)]
+        passages = [(count_alike(context, start, limit), start) for start in self._passages.find(context)]
         for alike, start in sorted(passages, reverse=True):
             tree.add(continuation(context, start, min(limit, alike + 1)), limit)
         return tree
-
-    def _passages(self, context):
-        """Where the text went on after its last tokens: the places with most tokens in common first, then the latest."""
-        found = {}
-        for n in range(self.ngram, self.least - 1, -1):
-            found |= dict.fromkeys(reversed(self._following.get(tuple(context[-n:]), ())))
-        return list(found)[: self.max_passages]
-
-    def _forget(self, context):
-        self._context, self._indexed = context, 0
-        self._following = defaultdict(lambda: deque(maxlen=self.max_passages))
-
-    def _index(self, context):
-        """Note what follows every n-gram that a token follows."""
-        if context is not self._context or len(context) < self._indexed:
-            self._forget(context)
-        for position in range(self._indexed, len(context)):
-            for n in range(self.least, min(self.ngram, position) + 1):
-                self._following[tuple(context[position - n : position])].append(position)
-        self._indexed = len(context)

@@ -27,11 +27,7 @@ _KINDS = ("rows", "channels")
 class LayerCalibration:
     """The part of a `Calibration` for one layer, ``calibration[layer]``: the `KVFormat.calibration` of this layer.
 
-    Attributes
-    ----------
-    digest : str
-        SHA-256 of its matrices, 32 hexadecimal digits. Two are equal if their digests are.
-    num_kv_heads, head_dim : int
+    Its `digest` is SHA-256 of its matrices, 32 hexadecimal digits. Two are equal if their digests are.
     """
 
     def __init__(self, matrices: np.ndarray) -> None:
@@ -42,22 +38,10 @@ class LayerCalibration:
         self.digest = _digest_of(repr(matrices.shape).encode() + matrices.astype("<f4").tobytes())
 
     def matrices(self, of_channels: bool, num_kv_heads: int, head_dim: int) -> np.ndarray:
-        """What keys are multiplied by, and what queries are, for a cache of this shape.
+        """What keys are multiplied by, and what queries are: float32 of shape (num_kv_heads, 2, head_dim, head_dim).
 
-        Parameters
-        ----------
-        of_channels : bool
-            For keys with a scale per channel, else for keys with a scale per token.
-        num_kv_heads, head_dim : int
-
-        Returns
-        -------
-        ndarray, shape (num_kv_heads, 2, head_dim, head_dim), float32
-
-        Raises
-        ------
-        DimensionMismatchError
-            If the calibration is for another shape.
+        `of_channels`: for keys with a scale per channel, else for keys with a scale per token. DimensionMismatchError for another
+        shape.
         """
         if (num_kv_heads, head_dim) != (self.num_kv_heads, self.head_dim):
             raise DimensionMismatchError(
@@ -202,25 +186,14 @@ class Calibration:
 
 
 class Moments:
-    """Sums over the queries and keys of one layer, from which its basis follows. Takes them run by run.
-
-    Parameters
-    ----------
-    num_kv_heads, head_dim : int
-    """
+    """Sums over the queries and keys of one layer, from which its basis follows. Takes them run by run."""
 
     def __init__(self, num_kv_heads: int, head_dim: int) -> None:
         self._sums = np.zeros((3, num_kv_heads, head_dim, head_dim))  # of queries, of keys, of keys about the mean of their block
         self._counts = np.zeros(3, int)
 
     def add(self, q: np.ndarray, k: np.ndarray) -> None:
-        """Count queries and keys of whole blocks of tokens.
-
-        Parameters
-        ----------
-        q : ndarray, shape (num_tokens, num_q_heads, head_dim)
-        k : ndarray, shape (num_tokens, num_kv_heads, head_dim)
-        """
+        """Count queries and keys of whole blocks of tokens, of shape (num_tokens, heads, head_dim)."""
         heads, dim = k.shape[1:]
         q = q.astype(np.float64).reshape(len(q), heads, -1, dim).transpose(1, 0, 2, 3).reshape(heads, -1, dim)
         k = k.astype(np.float64).transpose(1, 0, 2)
@@ -230,12 +203,7 @@ class Moments:
             self._counts[i] += one.shape[1]
 
     def bases(self) -> np.ndarray:
-        """The matrices M of `Calibration`, for both kinds of keys.
-
-        Returns
-        -------
-        ndarray, shape (2, num_kv_heads, head_dim, head_dim), float64
-        """
+        """The matrices M of `Calibration`, for both kinds of keys: float64 of shape (2, num_kv_heads, head_dim, head_dim)."""
         q, *keys = self._sums / self._counts[:, None, None, None]
         return np.stack([[_balanced(_ridged(a), _ridged(b)) for a, b in zip(q, k)] for k in keys])
 

@@ -249,12 +249,7 @@ PRESETS = {
 
 
 def formats_of(dtype, k_dtype, v_dtype, num_layers):
-    """A format for each layer, from the arguments of a cache.
-
-    Returns
-    -------
-    list of KVFormat
-    """
+    """A KVFormat for each layer, from the arguments of a cache."""
     formats = [_of_layer(KVFormat.of(one), i, num_layers) for i, one in enumerate(_per_layer(dtype, num_layers, "dtype"))]
     if k_dtype is None and v_dtype is None:
         return formats

@@ -75,14 +75,7 @@ def frequencies_of(rope, head_dim):
 class RotaryTables:
     """Cosines and sines of positions, cached for the layers that ask for the same ones one after the other.
 
-    Parameters
-    ----------
-    rotary_dim : int
-        Number of dimensions that are rotated, even.
-    theta : float
-        Pair i is rotated by ``theta ** (-2 * i / rotary_dim)`` radians per position.
-    frequencies : array of shape (rotary_dim // 2,), optional
-        Radians per position for each pair, instead of `theta`.
+    Pair i is rotated by ``theta ** (-2 * i / rotary_dim)`` radians per position, or by ``frequencies[i]``.
     """
 
     def __init__(self, rotary_dim, theta=10000.0, frequencies=None):
@@ -92,12 +85,7 @@ class RotaryTables:
         self._recent = {}
 
     def __call__(self, first, count, most=None):
-        """Tables of `count` positions from `first` on, each at most `most`.
-
-        Returns
-        -------
-        cos, sin : ndarrays of shape (count, rotary_dim // 2), float32
-        """
+        """Cosines and sines of `count` positions from `first` on, each at most `most`: float32 of shape (count, rotary_dim // 2)."""
         key = first, count, most
         tables = self._recent.get(key)
         if tables is None:

@@ -17,13 +17,9 @@ _FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, Looku
 def missing(used: Mapping[str, Mapping[str, Collection[str]]]) -> str | None:
     """The first thing that is not there, in words; or None.
 
-    Parameters
-    ----------
-    used : dict
-        Of each module, what is used of it (a name, or several with points between), and attributes, fields or parameters of that.
+    `used` has of each module what is used of it (a name, or several with points between), and attributes, fields or parameters of
+    that.
 
-    Examples
-    --------
     >>> from kvfast.core.capabilities import missing
     >>> missing({"json": {"dumps": ["obj", "indent"], "JSONEncoder.encode": []}})
     >>> missing({"json": {"dumps": ["colour"]}})
@@ -49,14 +45,8 @@ def missing(used: Mapping[str, Mapping[str, Collection[str]]]) -> str | None:
 def difference(calls: Callable[[], Any], library: str, most: float) -> str | None:
     """Why a version of a library that was not tested cannot be used, or None.
 
-    Parameters
-    ----------
-    calls : callable
-        Makes one attention call in the library's own way and in kvfast's. Returns both results, tensors of PyTorch.
-    library : str
-        Its genitive, for the message.
-    most : float
-        The largest difference that rounding explains.
+    `calls` makes one attention call in the library's own way and in kvfast's, and returns both results, tensors of PyTorch. Rounding
+    explains a difference of `most`. `library` is a genitive, for the message.
     """
     try:
         own, other = calls()

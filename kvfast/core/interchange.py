@@ -42,25 +42,11 @@ class _Held:
 
 
 def as_array(array, name="array"):
-    """An array as NumPy sees it.
+    """An array as NumPy sees it; TypeError if it is masked, is on another device, or cannot be read as an array.
 
-    Parameters
-    ----------
-    array : array-like
-        An ndarray; anything with a buffer or ``__array__``; or anything with ``__dlpack__`` in the memory of the CPU,
-        bfloat16 included, which NumPy cannot take from there itself.
-    name : str
-        For messages.
-
-    Returns
-    -------
-    ndarray
-        Of the same memory where that can be (a copy of what `is_lazy`); bfloat16 that comes by DLPack as its bits, uint16.
-
-    Raises
-    ------
-    TypeError
-        If it is masked, is on another device, or cannot be read as an array.
+    It may be an ndarray; anything with a buffer or ``__array__``; or anything with ``__dlpack__`` in the memory of the CPU. The
+    result is of the same memory where that can be (a copy of what `is_lazy`). bfloat16 that comes by DLPack, which NumPy cannot
+    take from there itself, is its bits in uint16. `name` is for messages.
     """
     if type(array) is np.ndarray:
         return array
@@ -87,16 +73,8 @@ def as_array(array, name="array"):
 def as_floats(array, name, rounds=True):
     """float32 or float16 as NumPy sees them, or the bits of bfloat16 in uint16; of the same memory where that can be.
 
-    Parameters
-    ----------
-    rounds : bool
-        Whether float64 is taken, too, as a copy that is rounded to float32. What is beyond its range becomes infinity, which the
-        caller refuses.
-
-    Raises
-    ------
-    TypeError
-        For anything else, such as integers, or bytes in another order.
+    With `rounds`, float64 is taken, too, as a copy that is rounded to float32. What is beyond its range becomes infinity, which the
+    caller refuses. TypeError for anything else, such as integers, or bytes in another order.
     """
     if not rounds:
         check_unmasked(array, name, f"pass {name}.data")

@@ -100,12 +100,7 @@ def _wished():
 
 
 def numa_state():
-    """The policy, and what it comes to now, in words.
-
-    Returns
-    -------
-    policy, text : str
-    """
+    """The policy, and what it comes to now, in words."""
     cdef kv_nodes nodes
     cdef int error
     used = _nodes()

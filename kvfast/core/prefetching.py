@@ -22,21 +22,9 @@ _OWN = get_prefetch_level()
 
 
 def choose(identity: tuple[str, int, int] | None = None) -> tuple[int, str]:
-    """The level for a processor, and where it is from.
+    """The level for a processor, and where it is from; ValueError if the variable is neither 1 nor 2.
 
-    Parameters
-    ----------
-    identity : tuple, optional
-        Vendor, family and model; those of this processor when omitted.
-
-    Returns
-    -------
-    tuple of int and str
-
-    Raises
-    ------
-    ValueError
-        If the variable is neither 1 nor 2.
+    `identity`: vendor, family and model; those of this processor when omitted.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if text and text not in map(str, LEVELS):

@@ -15,12 +15,8 @@ if TYPE_CHECKING:
 class Workers:
     """Threads that begin with the first call. A context manager that waits for all calls.
 
-    While Python ends, in exit handlers and in threads that outlive the main one, no thread can begin: calls then run in their caller.
-
-    Parameters
-    ----------
-    count : int
-    name : str
+    While Python ends, in exit handlers and in threads that outlive the main one, no thread can begin: calls then run in their
+    caller.
     """
 
     def __init__(self, count: int, name: str = "kvfast") -> None:

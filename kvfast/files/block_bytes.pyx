@@ -136,10 +136,8 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1
 def places(SequenceStorage storage, Py_ssize_t length, list states):
     """The shapes of `targets`, for `length` tokens; ValueError if `states` are invalid.
 
-    Returns
-    -------
-    list with (K, V) of each layer
-        Each (full blocks, blocks after them, bytes of a block, pieces of float rows, bytes of a piece).
+    A list with (K, V) of each layer, each (full blocks, blocks after them, bytes of a block, pieces of float rows, bytes of a
+    piece).
     """
     cdef BlockTable table
     cdef kv_layout *layout
@@ -197,19 +195,11 @@ cdef Py_ssize_t _check_blocks(const kv_layout *layout, bint values, const unsign
 
 
 def rest(SequenceStorage storage, Py_ssize_t skip, bint copies):
-    """The bytes of a sequence after the first `skip` blocks of those layers that keep all tokens.
+    """The bytes of a sequence after the first `skip` blocks of those layers that keep all tokens, as contiguous uint8 arrays.
 
-    Parameters
-    ----------
-    skip : int
-    copies : bool
-        As for `arrays`: with zeros after the last token, for reading. Otherwise they are where to write, after `reopen`.
-
-    Returns
-    -------
-    list of uint8 arrays, each contiguous
-        Layer after layer; in it keys and values; in them the full blocks head after head, then the blocks after them, block
-        after block and head after head, then the pieces of float rows likewise.
+    Layer after layer; in it keys and values; in them the full blocks head after head, then the blocks after them, block after block
+    and head after head, then the pieces of float rows likewise. With `copies` as for `arrays`, with zeros after the last token, for
+    reading. Otherwise they are where to write, after `reopen`.
     """
     cdef BlockTable table, tail
     cdef Py_ssize_t layer, full, first, i
@@ -277,14 +267,10 @@ def reopen(SequenceStorage storage, Py_ssize_t length, list states, memory=None,
 
 
 def targets(SequenceStorage storage):
-    """Where to write the bytes of a sequence after `reopen`.
+    """Where to write the bytes of a sequence after `reopen`: a list with (K, V) of each layer, each three lists.
 
-    Returns
-    -------
-    list with (K, V) of each layer
-        Each three lists: the full blocks of each head, uint8 of shape (num_blocks, bytes of a block); the blocks
-        after them, block after block and head after head, uint8 of shape (bytes,); the pieces of float rows, in the
-        same order and form.
+    These are the full blocks of each head, uint8 of shape (num_blocks, bytes of a block); the blocks after them, block after block
+    and head after head, uint8 of shape (bytes,); and the pieces of float rows, in the same order and form.
     """
     return _targets(storage, {table: (table, table, num_full_blocks(table)) for table in storage.tables}, False)
 

@@ -60,12 +60,8 @@ def chunk_nbytes(SequenceStorage storage, Py_ssize_t num_blocks):
 def copy_blocks(SequenceStorage storage, Py_ssize_t first, Py_ssize_t last, data, bint write, Py_ssize_t start=0):
     """Read the blocks first to last of a chunk into `data`, or write those of them from `start` on.
 
-    Parameters
-    ----------
-    data : buffer of chunk_nbytes(last - first) bytes
-        Layer after layer; in it keys and values, in them head after head, in them block after block. Writable, unless `write`.
-
-    Other threads may copy other blocks of the storage at the same time. Nothing else may change it.
+    `data` are chunk_nbytes(last - first) bytes: layer after layer; in it keys and values, in them head after head, in them block
+    after block. Other threads may copy other blocks of the storage at the same time. Nothing else may change it.
     """
     cdef const unsigned char[::1] source
     cdef unsigned char[::1] target
@@ -171,12 +167,8 @@ def first_floats_nbytes(SequenceStorage storage):
 def extend(SequenceStorage storage, Py_ssize_t length):
     """Let a sequence go on to `length` tokens, in full blocks whose bytes are written later.
 
-    All of its layers keep all tokens, and all of its tokens are in full blocks with codes.
-
-    Raises
-    ------
-    CacheFullError, MemoryError
-        The sequence stays as it was.
+    All of its layers keep all tokens, and all of its tokens are in full blocks with codes. After CacheFullError or MemoryError, the
+    sequence is as it was.
     """
     storage.check_plain()
     storage.alone(lambda: _extend(storage, length))

@@ -32,16 +32,9 @@ MOST_TEXT = 1 << 16  # characters of a name
 
 
 class Kind:
-    """What a value of JSON must be.
+    """What a value of JSON must be: in `words` for messages, and a function `fits`, apart from its parts.
 
-    Parameters
-    ----------
-    words : str
-        For messages.
-    fits : callable
-        Whether a value is so, apart from its parts.
-    parts : callable, optional
-        Yields (name, value, kind) of the parts of a value that fits.
+    `parts` yields (name, value, kind) of the parts of a value that fits.
     """
 
     def __init__(self, words: str, fits: Callable[[Any], bool], parts: Callable[[Any], Any] | None = None) -> None:

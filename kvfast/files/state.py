@@ -26,23 +26,7 @@ def json_of(value, **options):
 
 
 def header_of(settings, storage, metadata, is_salted=False):
-    """Everything about a cache that a file holds, except its bytes and its token ids.
-
-    Parameters
-    ----------
-    settings : dict
-        Kind, shape and formats; see `kvfast.storage.settings`.
-    storage : SequenceStorage
-        The tokens of the cache.
-    metadata : dict of str to str
-    is_salted : bool
-        Whether its tokens are those of a sequence with a salt, which the file does not tell.
-
-    Returns
-    -------
-    str
-        JSON.
-    """
+    """The header of a cache, as JSON. `is_salted`: its tokens are those of a sequence with a salt, which the file does not tell."""
     fields = {
         "version": VERSION,
         "settings": settings,
@@ -63,14 +47,11 @@ def header_of(settings, storage, metadata, is_salted=False):
 
 
 def named(layers):
-    """Names for the results of `block_bytes.streams` and `block_bytes.arrays`, one after the other.
+    """Names for the results of `block_bytes.targets` and `block_bytes.arrays`, one after the other.
 
-    Yields
-    ------
-    (str, array) or (str, list of arrays)
-        ``layers.0.k.0``: the full blocks of a head, uint8 of shape (num_blocks, bytes of a block); ``layers.0.k.tail``:
-        the blocks after them, block after block and head after head; ``layers.0.k.floats``: the pieces of float rows, in
-        the same order. Numbers have as many digits as the largest, so that names sort in the order of the heads.
+    ``layers.0.k.0``: the full blocks of a head, uint8 of shape (num_blocks, bytes of a block); ``layers.0.k.tail``: the blocks
+    after them, block after block and head after head; ``layers.0.k.floats``: the pieces of float rows, in the same order. Numbers
+    have as many digits as the largest, so that names sort in the order of the heads.
     """
     layer_digits = len(str(len(layers) - 1))
     for layer, pair in enumerate(layers):
@@ -100,22 +81,9 @@ def _state_names(count):
 class Opening:
     """A checked header, and the storage of the empty cache that it describes.
 
-    Parameters
-    ----------
-    text : str
-        The JSON.
-    shapes : dict of str to tuple
-        Shapes of the uint8 arrays that came with the header. They are checked before anything is allocated.
-    max_seq_len : int, optional
-        Replaces the max_seq_len of the header.
-    calibration : Calibration, one of its layers, or None
-        The bases that formats name.
-
-    Raises
-    ------
-    CorruptFileError, IncompatibleSnapshotError, TypeError
-    ValueError
-        If the tokens do not fit `max_seq_len`.
+    `shapes` are those of the uint8 arrays that came with it, which are checked before anything is allocated. `max_seq_len` replaces
+    that of the header; ValueError if the tokens do not fit it. `calibration`, one of its layers or None has the bases that formats
+    name.
     """
 
     def __init__(self, text, shapes, max_seq_len=None, calibration=None):
@@ -212,10 +180,8 @@ class Opening:
     def take(self):
         """Allocate the blocks of the cache.
 
-        Returns
-        -------
-        iterable of (str, list of arrays, StoredFloats or None)
-            The name of each array, the rows that its bytes are written to, and a check of what is written.
+        Yields the name of each array, the rows that its bytes are written to, and a check of what is written: StoredFloats or
+        None.
         """
         if self._reserve is not None:
             self.storage = storage_of(self.settings, self.storage.block_size, self._reserve)
@@ -229,18 +195,9 @@ class Opening:
         return block_bytes.floats_of(self.storage, int(layer), side == "v", kind == "floats")
 
     def take_mapped(self, memory, offsets):
-        """Use writable memory as the full blocks of the cache.
+        """Use writable memory as the full blocks of the cache; `offsets` has the start of each array in it.
 
-        Parameters
-        ----------
-        memory : buffer
-        offsets : dict of str to int
-            Start of each array in `memory`.
-
-        Returns
-        -------
-        iterable of (str, list of arrays, StoredFloats or None)
-            As in `take`, for the blocks that are not full, for float rows and for states.
+        Yields as `take`, for the blocks that are not full, for float rows and for states.
         """
         storage, names, sides = self.storage, iter(self._sides), []
         for heads in np.repeat(self._heads(), 2).tolist():  # keys and values

@@ -29,14 +29,8 @@ ROWS, COLUMNS = struct.Struct("<iQ"), struct.Struct("<iII")  # what comes before
 class Part:
     """The keys or the values of a layer.
 
-    Parameters
-    ----------
-    kind : int
-        The number of their ggml type.
-    width : int
-        1; if they are transposed, the elements of a row.
-    size : int
-        Bytes of a row; if they are transposed, of an element.
+    `kind` is the number of their ggml type. `width` is 1, and `size` the bytes of a row; if they are transposed, they are the
+    elements of a row, and the bytes of an element.
     """
 
     kind: int
@@ -48,14 +42,7 @@ class Part:
 class Form:
     """All of a state but its tokens and their rows. States of one model and of contexts with the same options have the same form.
 
-    Parameters
-    ----------
-    head : bytes
-        What comes before the cache.
-    keys, values : tuple of Part
-        Of each layer.
-    transposed : bool
-        Whether values are columns, as they are without flash attention.
+    `head` comes before the cache. Values are `transposed`, to columns, without flash attention.
     """
 
     head: bytes
@@ -72,11 +59,7 @@ class Form:
     def new(self, num_tokens, start=0):
         """A state of tokens from the position `start` on, whose rows are zeros.
 
-        Returns
-        -------
-        data : bytearray
-        parts : list of ndarray of shape (width, num_tokens, size), uint8
-            The rows of keys, then of values, of each layer, in `data`.
+        Returns its bytes, and views of the rows of keys, then of values, of each layer: uint8 of shape (width, num_tokens, size).
         """
         data = bytearray(self.nbytes(num_tokens))
         return data, self.write(memoryview(data), num_tokens, start)
@@ -131,20 +114,10 @@ class Reader:
         return name.decode()
 
     def cache(self):
-        """The cache, after a head that was read.
+        """The cache, after a head that was read. CorruptFileError, or IncompatibleSnapshotError for another kind of state.
 
-        Returns
-        -------
-        form : Form
-        cells : ndarray of shape (num_cells, 3), int32
-            Position, 1 and sequence.
-        parts : list of ndarray
-            As those of `Form.new`, in the order of the cells. They are views.
-
-        Raises
-        ------
-        CorruptFileError
-        IncompatibleSnapshotError
+        Returns its form; int32 of shape (num_cells, 3) with each cell's position, 1 and sequence; and views as those of `Form.new`,
+        in the order of the cells.
         """
         head = bytes(self.data[: self.at])
         (streams,) = self.numbers("I", "the number of streams")

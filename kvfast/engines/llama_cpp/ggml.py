@@ -13,13 +13,7 @@ TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
 def row_bytes(kind, num_elements):
-    """Bytes of a row with this many elements.
-
-    Raises
-    ------
-    ValueError
-        For an unknown type, or if the row is not a whole number of its blocks.
-    """
+    """Bytes of a row with this many elements. ValueError for an unknown type, or if the row is not a whole number of its blocks."""
     block, size = _gguf().GGML_QUANT_SIZES[_type(kind)]
     if num_elements % block:
         raise ValueError(f"rows of {kind} must be whole blocks of {block} elements, got {num_elements}")

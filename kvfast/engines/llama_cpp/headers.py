@@ -13,17 +13,7 @@ NEEDED = ("include/ggml.h", "src/ggml-backend-impl.h", "src/ggml-common.h")
 
 
 def find_headers(source):
-    """The folder of ggml in a folder of sources.
-
-    Parameters
-    ----------
-    source : path
-
-    Returns
-    -------
-    Path
-        With `include` and `src`.
-    """
+    """The folder of ggml in a folder of sources, with `include` and `src`."""
     for folder in (Path(source, name) for name in FOLDERS):
         if all((folder / name).exists() for name in NEEDED):
             return folder

@@ -14,13 +14,7 @@ SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
 class Ggml:
-    """The libraries of a ggml.
-
-    Parameters
-    ----------
-    folder : Path
-        Where they are.
-    """
+    """The libraries of a ggml, in `folder`."""
 
     def __init__(self, folder):
         self.folder = Path(folder)

@@ -45,27 +45,14 @@ def attention(
     indices=None,
     **others,
 ):
-    """Attention of a model's layer, as transformers calls it.
+    """Attention of a model's layer, as transformers calls it: a tensor of shape (batch, tokens, num_q_heads, v_head_dim), and None.
 
-    Parameters
-    ----------
-    query : tensor of shape (batch, num_q_heads, tokens, head_dim)
-    key, value : tensors of shape (batch, num_kv_heads, tokens, head_dim) and (..., v_head_dim)
-        The new ones, as `KVFastCache.update` returned them or a layer made them of latents; or those of all tokens, where there is no such cache.
-    attention_mask : LazyMask, tensor or None
-    indices : integer tensor of shape (batch, tokens, k), optional
-        The tokens that an indexer has chosen for each query, padding counted; of those, a query reads what the mask shows.
+    `query` is of shape (batch, num_q_heads, tokens, head_dim). `key` and `value` are the new ones, as `KVFastCache.update` returned
+    them or a layer made them of latents; or those of all tokens, where there is no such cache. `indices`, of shape (batch, tokens,
+    k), are the tokens that an indexer has chosen for each query, padding counted; of those, a query reads what the mask shows.
 
-    Returns
-    -------
-    tuple
-        Tensor of shape (batch, tokens, num_q_heads, v_head_dim), and None for the weights.
-
-    Raises
-    ------
-    ValueError
-        For what kvfast cannot compute: masks that are more than causal, a window or chunks, spans of tokens that see each other, and
-        padding; biases; dropout.
+    ValueError for what kvfast cannot compute: masks that are more than causal, a window or chunks, spans of tokens that see each
+    other, and padding; biases; dropout.
     """
     if not isinstance(key, Received) and not isinstance(value, Received):
         if indices is not None:

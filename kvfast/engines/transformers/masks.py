@@ -22,24 +22,11 @@ class LazyMask(torch.Tensor):
     """A mask that is not computed until it is needed as a matrix.
 
     It is a tensor of its shape, (batch, 1, q_length, tokens), because models whose text part has a model of its own hand on what
-    is one. Only the shape can be read.
+    is one. Only the shape can be read. `q_offset` are the tokens before the queries; padding counts.
 
-    Attributes
-    ----------
-    q_offset, q_length : int
-        Tokens before the queries, and queries; padding counts.
-    is_causal : bool
-        Whether the mask is causal with `sliding_window` or `chunk` and padding, and nothing else.
-    sliding_window : int or None
-        Tokens that a query sees, itself included.
-    chunk : int or None
-        Tokens of a chunk, beyond whose first none is seen.
-    width : int or None
-        Number of tokens in the 2D mask of padding; None without one.
-    padding : ndarray of shape (batch, q_offset + q_length), bool, or None
-        False for padding; None where there is none.
-    parts : tuple
-        What `RowCaches.parts` made of it, and whose.
+    It `is_causal` if it is causal with `sliding_window` or `chunk` and padding, and nothing else. `width` is the number of tokens
+    in the 2D mask of padding, None without one; `padding` is False for these, bool of shape (batch, q_offset + q_length), or None
+    where all are tokens. `parts` are what `RowCaches.parts` made of it, and whose.
     """
 
     @classmethod
@@ -124,17 +111,9 @@ class LazyMask(torch.Tensor):
 class MatrixMask:
     """A mask that came as a matrix, and has to be looked at; attributes as those of `LazyMask`.
 
-    Parameters
-    ----------
-    tensor : tensor of shape (batch, heads, q_length, tokens), bool or float
-        True or 0 for what a query sees. One row and one head may stand for all.
-    known : ndarray of shape (batch, q_offset), bool
-        False for padding among the tokens before.
-
-    Raises
-    ------
-    UnknownMaskError
-        If it adds to scores, or if heads differ.
+    `tensor`, of shape (batch, heads, q_length, tokens), is True or 0 for what a query sees. One row and one head may stand for all.
+    `known`, of shape (batch, q_offset), is False for padding among the tokens before. UnknownMaskError if it adds to scores, or if
+    heads differ.
     """
 
     __slots__ = ("_recognised", "_seen", "padding", "parts", "q_length", "q_offset", "tensor", "width")

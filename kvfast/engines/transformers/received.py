@@ -32,16 +32,8 @@ class Received(torch.Tensor):
     An attention of another kind would take them for all there are, and a layer that changes them means something else
     than what is stored. So whatever is done to them is refused, but to hand them to `attention`.
 
-    Attributes
-    ----------
-    rows : RowCaches
-    layer : int
-        Its place in the rows.
-    end : int
-        What the layer had seen when it got them.
-    expands : bool
-        Whether these are latents, of which the layer still makes keys and values.
-    tensor : tensor of shape (batch, num_kv_heads, tokens, head_dim)
+    `end` is what the layer, the one of this place in `rows`, had seen when it got them. With `expands` these are latents, of which
+    the layer still makes keys and values.
     """
 
     @classmethod

@@ -15,23 +15,11 @@ EVERYTHING = slice(None)
 class RowCaches:
     """Caches of the rows of a batch. They are made when the first keys come, which have the number of rows and the shape.
 
-    Attributes
-    ----------
-    numbers : list of int
-        The layers as the model counts them.
-    windows : list of int or None
-        Tokens that each layer keeps: of its sliding window, or of a chunk.
-    chunks : list of int or None
-        Size of the chunks that a layer's attention keeps to.
-    indexed : list of bool
-        Whether an indexer chooses the tokens that each layer's queries read.
-    rows : list of KVCache or RingKVCache
-    seen : list of int
-        For each layer the tokens that came, padding included: what transformers counts.
-    num_whole : int
-        Tokens of the steps that reached all layers, padding included, as far as rows have counted them.
-    matrix : MatrixMask, LazyMask or None
-        The mask that came last; layers share it.
+    Of each layer, there are its number as the model counts them, the tokens that it keeps (of its sliding window or of a chunk) or
+    None, the size of the chunks that its attention keeps to or None, whether an indexer chooses the tokens that its queries read,
+    and the tokens that it has `seen`, padding included: transformers counts these. `num_whole` are the tokens of the steps that
+    reached all layers, padding included, as far as rows have counted them. `matrix` is the mask that came last, which layers
+    share.
     """
 
     def __init__(self, numbers, windows, chunks, indexed, configured, settings, max_seq_len, rollback):
@@ -284,13 +272,7 @@ class RowCaches:
         self._open.clear()
 
     def undo(self, count):
-        """Take back a step that did not reach every layer, as a part of the last `count` tokens.
-
-        Returns
-        -------
-        int
-            Tokens that are still to be dropped.
-        """
+        """Take back a step that did not reach every layer, as a part of the last `count` tokens. Returns how many are left to drop."""
         if self.is_whole():
             return count
         left = count - (self.seen[0] - self.num_whole)

@@ -8,27 +8,11 @@ class UnknownMaskError(ValueError):
 
 
 def recognise(blocks, kept, window, chunk, first=0):
-    """The spans of a mask, with which `attend` computes the same.
+    """The spans of a mask, with which `attend` computes the same: options of it for each row, in positions of the row.
 
-    Parameters
-    ----------
-    blocks : iterable of ndarray of shape (batch, queries, tokens), bool
-        The mask of the last tokens, some queries after the others.
-    kept : ndarray of shape (batch, tokens), bool
-        False for padding, which rows do not store.
-    window, chunk : int or None
-        The sliding window and the chunk of the layer, in tokens.
-    first : int
-        The first token, padding included, that the layer still has.
-
-    Returns
-    -------
-    list of dict
-        Options of `attend` for each row of the batch; positions are those of the row.
-
-    Raises
-    ------
-    UnknownMaskError
+    UnknownMaskError if there are none. `blocks` are the mask of the last tokens, some queries after the others, bool of shape
+    (batch, queries, tokens). `kept` is False for padding, which rows do not store: (batch, tokens). `first` is the first token,
+    padding included, that the layer still has.
     """
     seen = [np.concatenate(parts, axis=1) for parts in zip(*(_ranges(block, kept, first) for block in blocks))]
     return [_options_of(row, *ranges, window, chunk) for row, *ranges in zip(range(len(kept)), kept, *seen)]

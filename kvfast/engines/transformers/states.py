@@ -28,21 +28,10 @@ BROKEN = -1  # in place of the last layer: there are states of different tokens
 
 
 class Recomputing:
-    """A model that computes tokens of a cache again, and the tokens that it got.
+    """A model that computes tokens of a cache again, and the tokens that it got; ValueError for a model of `NOT_IN_PIECES`.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-    cache : KVFastCache
-        That the model is called with. As long as it lives, a hook of the model tells the tokens.
-    first : int
-        The place of the first token that is known, padding counted.
-    token_ids : list of int
-
-    Raises
-    ------
-    ValueError
-        For a model of `NOT_IN_PIECES`.
+    As long as the cache lives, a hook of the model tells the tokens. `first` is the place of the first token that is known, padding
+    counted.
     """
 
     def __init__(self, model, cache, first=0, token_ids=()):
@@ -104,20 +93,8 @@ class Recomputing:
 class LayerStates:
     """The states of a batch.
 
-    Parameters
-    ----------
-    layers : list
-        All layers of the cache, as transformers knows them.
-    rows : RowCaches
-    stride : int
-        Tokens after which a step of one token leaves a checkpoint. Steps of several tokens always do, before and after them.
-    last : int
-        The last layer that asks for something in each step.
-
-    Attributes
-    ----------
-    coming : int
-        Tokens of the step that begins.
+    A step of one token leaves a checkpoint after `stride` tokens, steps of several tokens always do, before and after them. `last`
+    is the last layer that asks for something in each step. `coming` are the tokens of the step that begins.
     """
 
     def __init__(self, layers, rows, stride, last):
@@ -189,18 +166,7 @@ class LayerStates:
         self.jumped()
 
     def crop(self, count, cache, again):
-        """Go back by `count` tokens, padding included.
-
-        Parameters
-        ----------
-        cache : KVFastCache
-        again : Recomputing or None
-
-        Raises
-        ------
-        MissingCheckpointError
-            The batch stays as it was.
-        """
+        """Go back by `count` tokens, padding included. After a MissingCheckpointError, the batch is as it was."""
         broken = not self.is_whole()
         if broken:
             count, self._last_layer = self._rows.undo(count), BROKEN

@@ -155,10 +155,7 @@ def padding_of(
 ):
     """What ``AttentionMaskInterface`` calls: the tokens of padding before each row, of shape (batch, 1, 1, 1), int64.
 
-    Raises
-    ------
-    ValueError
-        For a mask that is more than causal, a window, and padding before the tokens of a row.
+    ValueError for a mask that is more than causal, a window, and padding before the tokens of a row.
     """
     if mask_function is not causal_mask_function and not _is_window(mask_function):
         raise ValueError(f'attn_implementation={STATIC!r} has causal masks and sliding windows alone: take "kvfast" and a KVFastCache')

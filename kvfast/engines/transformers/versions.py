@@ -41,13 +41,7 @@ USED = {
 
 
 def check_versions():
-    """Refuse to be imported with a transformers that works in another way.
-
-    Raises
-    ------
-    ImportError
-        Naming what is missing or of another version, and how to get it.
-    """
+    """Refuse to be imported with a transformers that works in another way: ImportError says what is missing, and how to get it."""
     for name in ("torch", "transformers"):
         if installed_version(name) is None:
             raise ModuleNotFoundError(f'kvfast.transformers needs {name}: pip install "kvfast[transformers]"', name=name)

@@ -13,18 +13,8 @@ def arrays_of(metadata):
 class GroupMemory:
     """The pool of some layers whose keys and values have one format, in the tensors that vLLM has bound to them.
 
-    vLLM binds tensors after it has made the layers, and may do so again; then there is another pool.
-
-    Parameters
-    ----------
-    layers : list
-        Layers of vLLM.
-    new_pool : callable
-        Takes the arrays of the layers, and returns a pool with these as buffer.
-    max_num_seqs : int
-        The most requests that vLLM runs at once.
-    cut : callable, optional
-        Takes the tensors of the layers, and returns those that the pool shall have.
+    vLLM binds tensors after it has made the layers, and may do so again; then there is another pool. `new_pool` makes one over the
+    arrays of the layers. `cut` takes the tensors of the layers, and returns those that the pool shall have.
     """
 
     def __init__(self, layers, new_pool, max_num_seqs, cut=None):

@@ -39,13 +39,7 @@ class FolderIndex:
     """Sizes of values, and the order of their uses. One thread may use it at a time, and any number of processes.
 
     A line is there before its file, and is removed after it. So what a killed process leaves is a line without a file, which does no
-    harm and is removed in its turn, and never a file without a line.
-
-    Parameters
-    ----------
-    path : Path
-    files : callable
-        Yields (key, status) of all files, for a new index.
+    harm and is removed in its turn, and never a file without a line. `files` yields (key, status) of all files, for a new index.
     """
 
     def __init__(self, path: Path, files: Callable[[], Iterator[tuple[str, os.stat_result]]]) -> None:

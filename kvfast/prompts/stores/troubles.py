@@ -18,12 +18,7 @@ QUIET = 60.0  # seconds after a trouble in which it is not told again: a store t
 
 
 class Troubles:
-    """Tells the user of a store each trouble once, and when it is over.
-
-    Parameters
-    ----------
-    store : Store
-    """
+    """Tells the user of a store each trouble once, and when it is over."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._lock = store, Lock()

@@ -1,4 +1,4 @@
-"""PagedKVCache in memory of the caller: the same bits as in its own, and nothing else of the memory is touched."""
+"""PagedKVCache and PagedMLAKVCache in memory of the caller: the same bits as in its own, and nothing else of the memory is touched."""
 
 import gc
 import mmap
@@ -17,16 +17,55 @@ from kvfast.caches.buffer_layout import buffer_layout
 LAYERS, HEADS = 2, 3
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("head_dim", [20, 64])
-def test_a_schedulers_blocks_have_the_bits_of_a_pool_of_its_own(isa, dtype, head_dim):
+class Heads:
+    """Pools of keys and values."""
+
+    formats = FORMATS
+
+    def __init__(self, dim):
+        self.dim, self.num_q_heads = dim, 2 * HEADS
+
+    def layout(self, layers, *shape):
+        return buffer_layout(layers, HEADS, self.dim, *shape)
+
+    def pool(self, layers, *shape, **options):
+        return kvfast.PagedKVCache(layers, HEADS, self.dim, *shape, **options)
+
+    def rows(self, rng, n):
+        return rng.standard_normal((2, n, HEADS, self.dim), np.float32)
+
+
+class Latents(Heads):
+    """Pools of latent rows."""
+
+    formats = ("float32", "float16", "bfloat16", "int8", "int4", "int3-plain", "int8/bfloat16")
+
+    def __init__(self, latent_dim, rope_dim):
+        self.latent_dim, self.rope_dim, self.dim, self.num_q_heads = latent_dim, rope_dim, latent_dim + rope_dim, 16
+
+    def layout(self, layers, *shape):
+        return buffer_layout(layers, 1, self.latent_dim, *shape, rope_dim=self.rope_dim)
+
+    def pool(self, layers, *shape, **options):
+        return kvfast.PagedMLAKVCache(layers, self.latent_dim, self.rope_dim, *shape, **options)
+
+    def rows(self, rng, n):
+        return rng.standard_normal((1, n, self.dim), np.float32)
+
+
+KINDS = {"20": Heads(20), "64": Heads(64), "512 + 64": Latents(512, 64), "100 + 20": Latents(100, 20), "64 + 0": Latents(64, 0)}
+every_kind = pytest.mark.parametrize(("kind", "dtype"), [(name, dtype) for name, kind in KINDS.items() for dtype in kind.formats])
+
+
+@every_kind
+def test_a_schedulers_blocks_have_the_bits_of_a_pool_of_its_own(isa, kind, dtype):
     """Whatever the memory held before: blocks are written, written anew, and copied as bytes."""
-    rng = np.random.default_rng(1)
-    shape = LAYERS, HEADS, head_dim, 12, 32
-    layout = buffer_layout(*shape, dtype)
-    arrays, memory = strided(layout, gap=192, by_layer=False)
-    pool, own = kvfast.PagedKVCache(*shape, dtype, buffer=arrays), kvfast.PagedKVCache(*shape, dtype)
-    tables = np.zeros((3, 4), np.int32)
+    rng, kind = np.random.default_rng(1), KINDS[kind]
+    shape = LAYERS, 12, 32, dtype
+    arrays, memory = strided(kind.layout(*shape), gap=192, by_layer=False)
+    pool, own = kind.pool(*shape, buffer=arrays), kind.pool(*shape)
+    assert pool.nbytes == own.bytes_per_token * 12 * 32
+    tables, moved = np.zeros((3, 4), np.int32), np.arange(12)  # where the blocks of `own` are in the buffer
     free, lengths = list(rng.permutation(12)), np.zeros(3, np.int32)
     for _ in range(12):
         one, n = int(rng.integers(3)), int(rng.integers(1, 60))
@@ -39,79 +78,62 @@ def test_a_schedulers_blocks_have_the_bits_of_a_pool_of_its_own(isa, dtype, head
             continue
         tables[one, held:needed] = [free.pop(0) for _ in range(needed - held)]
         positions = np.arange(lengths[one], lengths[one] + n)
-        slots, order = tables[one, positions // 32] * 32 + positions % 32, rng.permutation(n)
+        blocks, order = tables[one, positions // 32], rng.permutation(n)
         lengths[one] += n
         for layer in range(LAYERS):
-            k, v = rng.standard_normal((2, n, HEADS, head_dim), np.float32)
-            for each in (pool, own):
-                each.append_batch(layer, k[order], v[order], np.append(slots[order], -1)[:-1])
+            rows = kind.rows(rng, n)
+            for each, places in ((pool, moved), (own, np.arange(12))):
+                slots = (places[blocks] * 32 + positions % 32)[order]
+                each.append_batch(layer, *rows[:, order], np.append(slots, -1)[:-1])
         if free:  # as a scheduler copies blocks: their bytes
-            source, target = int(tables[one, 0]), int(free[0])
+            both = [tables[one, 0], free[0]]
             for array in arrays:
-                array[target] = array[source]
-            tables[one, 0] = target
-            free[0] = source
-            both = own, own.num_blocks
-            copy_block(*both, source, target)
+                array[moved[both[1]]] = array[moved[both[0]]]
+            moved[both] = moved[both[::-1]]
         live = lengths > 0
-        q = rng.standard_normal((live.sum(), 2 * HEADS, head_dim), np.float32)
+        starts = np.cumsum([0, *np.minimum(lengths[live], rng.integers(1, 40))])
+        q = rng.standard_normal((starts[-1], kind.num_q_heads, kind.dim), np.float32)
+        lens = {"seq_lens": lengths[live], "cu_seqlens_q": starts}
         for layer in range(LAYERS):
-            outs = [each.attend_batch(layer, q, block_table=tables[live], seq_lens=lengths[live]) for each in (pool, own)]
-            assert np.array_equal(*outs)
+            expected = own.attend_batch(layer, q, block_table=tables[live], **lens)
+            out = pool.attend_batch(layer, q, block_table=moved[tables[live]], **lens)
+            assert np.array_equal(out, expected) and np.isfinite(out).all()
     assert (outside(memory, arrays) == CANARY).all()
 
 
-def copy_block(pool, num_blocks, source, target):
-    """The same in a pool of its own memory."""
-    inner = pool._batches.pool
-    for layer in range(LAYERS):
-        for head in range(HEADS):
-            for values in (False, True):
-                rows = inner.bytes_of_head(layer, 0, num_blocks, head, values)
-                rows[target] = rows[source]
-
-
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_no_byte_beyond_the_last_block_is_read(isa, dtype):
+@every_kind
+def test_no_byte_beyond_the_last_block_is_read(isa, kind, dtype):
     """The memory ends where a page begins that nobody may touch."""
-    shape = 1, 1, 64, 3, 16
-    with before_a_page(buffer_layout(*shape, dtype).nbytes) as memory:
-        pool = kvfast.PagedKVCache(*shape, dtype, buffer=memory)
-        k, v = np.random.default_rng(0).standard_normal((2, 48, 1, 64), np.float32)
+    rng, kind = np.random.default_rng(0), KINDS[kind]
+    with before_a_page(kind.layout(1, 3, 16, dtype).nbytes) as memory:
+        pool, rows = kind.pool(1, 3, 16, dtype, buffer=memory), kind.rows(rng, 48)
         for n in (47, 48):
-            pool.append_batch(0, k[:n], v[:n], np.arange(n))
+            pool.append_batch(0, *rows[:, :n], np.arange(n))
             for queries in (1, 40):
-                out = pool.attend_batch(
-                    0, np.repeat(k[:queries], 4, 1), block_table=[[0, 1, 2]], seq_lens=[n], cu_seqlens_q=[0, queries]
-                )
+                q = rng.standard_normal((queries, kind.num_q_heads, kind.dim), np.float32)
+                out = pool.attend_batch(0, q, block_table=[[0, 1, 2]], seq_lens=[n], cu_seqlens_q=[0, queries])
                 assert np.isfinite(out).all()
 
 
-def test_sequences_in_a_buffer_are_saved_copied_and_found_again(tmp_path, rng):
+@pytest.mark.parametrize(("kind", "dtype"), [("64", "float32"), ("64", "int8"), ("100 + 20", "int8")])
+def test_sequences_in_a_buffer_are_saved_copied_and_found_again(tmp_path, rng, kind, dtype):
     """All that looks at the bytes of blocks finds those of a strided buffer."""
-    shape = LAYERS, HEADS, 64, 8, 32
-    for dtype in ("float32", "int8"):
-        arrays, _ = strided(buffer_layout(*shape, dtype), gap=64, by_layer=True)
-        pool, own = kvfast.PagedKVCache(*shape, dtype, buffer=arrays), kvfast.PagedKVCache(*shape, dtype)
-        k, v = rng.standard_normal((2, 70, HEADS, 64), np.float32)
-        pair = [each.new_sequence() for each in (pool, own)]
-        for sequence in pair:
-            filled(sequence, k, v, token_ids=range(70))
-        inside, outside_ = pair
-        assert np.array_equal(inside.k(1), outside_.k(1)) and np.array_equal(inside.v(0), outside_.v(0))
-        q = rng.standard_normal((2, 2 * HEADS, 64), np.float32)
-        expected = outside_.attend(1, q)
-        inside.save(tmp_path / "sequence.kv")
-        for same in (
-            inside.copy(),
-            inside.fork(),
-            kvfast.load(tmp_path / "sequence.kv"),
-            own.restore(inside.snapshot()),
-            pool.restore(outside_.snapshot()),
-        ):
-            assert np.array_equal(same.attend(1, q), expected)
-        with pool.match_prefix([*range(64), 5]) as found:
-            assert len(found) == 64 and np.array_equal(found.k(0), inside.k(0)[:64])
+    shape, kind = (LAYERS, 8, 32, dtype), KINDS[kind]
+    arrays, _ = strided(kind.layout(*shape), gap=64, by_layer=True)
+    pool, own = kind.pool(*shape, buffer=arrays), kind.pool(*shape)
+    rows = kind.rows(rng, 70)
+    inside, outside_ = (filled(each.new_sequence(), *rows, token_ids=range(70)) for each in (pool, own))
+    q = rng.standard_normal((2, kind.num_q_heads, kind.dim), np.float32)
+    expected = outside_.attend(1, q)
+    inside.save(tmp_path / "sequence.kv")
+    for same in (
+        *(inside, inside.copy(), inside.fork(), kvfast.load(tmp_path / "sequence.kv")),
+        *(own.restore(inside.snapshot()), pool.restore(outside_.snapshot())),
+    ):
+        assert np.array_equal(same.attend(1, q), expected) and same.snapshot() == outside_.snapshot()
+    with pool.match_prefix([*range(64), 5]) as found:
+        inside.truncate(64)
+        assert len(found) == 64 and found.snapshot() == inside.snapshot()
 
 
 @settings(deadline=None, max_examples=30)
@@ -209,6 +231,39 @@ def test_what_cannot_be_is_refused_and_left_alone():
     for arguments in [(0, 1, 64, 4), (2, 0, 64, 4), (2, 1, 513, 4), (2, 1, 64, 0), (2, 1, 64, 4, 24), (2, 1, 64, 4, 32, "int4")]:
         with pytest.raises(ValueError):
             buffer_layout(*arguments)
+
+
+def test_latents_refuse_and_leave_alone():
+    layout = Latents(64, 16).layout(2, 4, 16, "int8")
+    memory = aligned(2 * layout.nbytes, CANARY)
+    flat, size = memory[: layout.nbytes], layout.block_nbytes[0]
+    blocks = flat.reshape(2, 4, size)
+    frozen = flat.copy()
+    frozen.flags.writeable = False
+    for buffer, error, message in [
+        (flat[:-1], ValueError, f"at least {layout.nbytes:,} bytes"),
+        (frozen, ValueError, "writable"),
+        (memory[4:][: layout.nbytes], ValueError, "aligned to 64 bytes"),
+        ([blocks[0]], kvfast.DimensionMismatchError, "2 arrays, one per layer, got 1"),
+        ([blocks[0], blocks[1, :3]], kvfast.DimensionMismatchError, f"4 blocks of {size:,} bytes"),
+        ([blocks[0], blocks[0]], ValueError, "must not overlap"),
+        (7, TypeError, "buffer of bytes, got int"),
+    ]:
+        with pytest.raises(error, match=message):
+            kvfast.PagedMLAKVCache(2, 64, 16, 4, 16, "int8", buffer=buffer)
+    with pytest.raises(ValueError, match="secure is for memory of kvfast's own"):
+        kvfast.PagedMLAKVCache(2, 64, 16, 4, 16, "int8", secure=True, buffer=flat)
+    assert (memory == CANARY).all()
+    for options, message in [
+        ({"num_kv_heads": 2}, "one head.*got num_kv_heads=2"),
+        ({"v_head_dim": 64}, "v_head_dim=64"),
+        ({"k_dtype": "int8"}, "k_dtype='int8'"),
+        ({"head_dim": 513}, "latent_dim must be"),
+        ({"rope_dim": 129}, "rope_dim must be"),
+        ({"dtype": kvfast.KVFormat("int4", centring=True)}, "a scale per token"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            buffer_layout(**{"num_layers": 2, "num_kv_heads": 1, "head_dim": 64, "num_blocks": 4, "rope_dim": 16} | options)
 
 
 def test_alternating_layers_may_share_their_memory():

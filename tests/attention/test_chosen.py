@@ -98,7 +98,7 @@ def test_latent_rows(isa, rng, dtype, num_q_heads):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int3", "float32"])
-def test_the_bits_do_not_depend_on_threads_order_pads_and_companions(rng, dtype):
+def test_bits_ignore_threads_order_pads_and_companions(rng, dtype):
     k, v = tokens(rng, 3000)
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), k, v), queries(rng, 12)
     for run, heads in ((1, HEADS), (16, HEADS), (1, 1), (16, 1)):
@@ -205,7 +205,7 @@ def test_rings_with_a_rope(isa, rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int3-plain", "float16", "float32"])
-def test_what_is_not_chosen_is_not_read(rng, dtype):
+def test_other_than_chosen_tokens_are_not_read(rng, dtype):
     """As many bytes for as many runs after any context; a single token takes the lines of its keys, and some of its values."""
     few, many = (filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), *tokens(rng, count)) for count in (2000, 20000))
     runs = 16 * rng.permutation(120)[:40].reshape(1, 40)
@@ -266,7 +266,7 @@ def test_bad_choices(rng, chosen, run, error, text):
     assert (out == 7).all()
 
 
-def test_what_goes_with_no_choice(rng):
+def test_options_that_exclude_indices(rng):
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng)), queries(rng, 2)
     for others in ({"tree_parents": [-1]}, {"alibi_slopes": np.ones(6)}):
         with pytest.raises(ValueError, match="indices need tree_parents=None and alibi_slopes=None"):

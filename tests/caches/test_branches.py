@@ -73,7 +73,7 @@ def test_counted_drafts_are_kept_as_if_appended_again_or_refused(kind, name, at,
     assert same(cache, append(again, drafts, branch[stays:], counted=True)) and stored(cache) == stored(again)
 
 
-def test_what_was_counted_stays_counted(rng):
+def test_counted_tokens_stay_counted(rng):
     """A branch may begin among complete tokens and end among others."""
     for dtype in ANY_BLOCK:
         given = rows(rng, 60)
@@ -193,7 +193,7 @@ def test_windows_go_by_the_new_length(rng):
         assert same(ring, append(alone, given, [100, 101, 105, 108], counted=True))
 
 
-def test_what_cannot_move_is_refused(rng):
+def test_branch_that_cannot_move_is_refused(rng):
     given = rows(rng, 90)
     turned = append(make("ring that rotates", "int8"), given, counted=True)
     spliced = append(kvfast.KVCache(LAYERS, HEADS, DIM, dtype="int8"), given, counted=True)

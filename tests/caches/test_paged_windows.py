@@ -253,7 +253,7 @@ def test_known_blocks_behind_the_window_keep_no_float_rows(name):
     assert sizes[0] == sizes[1]
 
 
-def test_what_was_not_all_there_is_not_known():
+def test_incomplete_prefix_is_not_found():
     """Blocks that came from smaller ones may have lost their first tokens, which those who find them would need."""
     ids, stream = np.arange(400), Stream(7, 400, layers=2)
     window = {"sliding_window": 60, "num_sink_tokens": 0, "rollback": 0}

@@ -220,7 +220,7 @@ def test_rows_that_are_not_finite_are_zeros(isa, rng, dtype):
     tables = {"block_table": [[0]], "seq_lens": [40], "cu_seqlens_q": [0, 40]}
     assert np.array_equal(one.attend_batch(0, q, **tables), other.attend_batch(0, q, **tables))
     sequence = kvfast.PagedKVCache(1, HEADS, DIM, 4, 64, dtype).new_sequence()
-    sequence._pool.append_batch(0, bad_k, bad_v, sequence._pool.slot_mapping([sequence], 40), zero_nonfinite=True)
+    sequence.pool.append_batch(0, bad_k, bad_v, sequence.pool.slot_mapping([sequence], 40), zero_nonfinite=True)
     assert np.array_equal(sequence.attend(0, q), other.attend_batch(0, q, **tables))
 
 

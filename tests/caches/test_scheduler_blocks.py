@@ -326,7 +326,7 @@ def test_blocks_come_from_another_pool(isa, rng, name):
         scheduler.step([one], [count])  # as if nothing had been sealed
 
 
-def test_what_is_no_block_from_elsewhere(rng):
+def test_unknown_blocks_have_no_float_rows(rng):
     scheduler, _ = over_arrays("int4", rng)
     request, pool = scheduler.new(), scheduler.pool
     scheduler.step([request], [150])
@@ -358,7 +358,7 @@ def refused(scheduler, message, tables, slots):
     assert scheduler.pool.nbytes == state
 
 
-def test_what_a_scheduler_may_not_do(rng):
+def test_scheduler_errors_are_refused(rng):
     scheduler = Scheduler("int4", rng)
     request, other = scheduler.new(), scheduler.new()
     scheduler.step([request], [150])

@@ -952,7 +952,7 @@ def test_a_snapshot_of_another_format_is_converted_if_asked(rng, kind, source, t
         assert same(cache, given)
     assert cache.dtype == expected.dtype
     if kind in ALONE:
-        assert same(cache._pool.restore(snapshot, convert=True), cache)
+        assert same(cache.pool.restore(snapshot, convert=True), cache)
 
 
 def test_what_cannot_be_converted(rng):

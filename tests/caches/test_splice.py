@@ -166,7 +166,7 @@ def test_a_conversation_without_end_fits_a_bounded_cache(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
-def test_truncating_to_what_was_there_first_makes_an_ordinary_cache(dtype, tmp_path):
+def test_truncate_to_the_first_segment_ends_the_splice(dtype, tmp_path):
     rope = ROPES["halves"]
     model = Model(cache_of(dtype), rope).append(100)
     before, q = model.cache.snapshot(), model.queries(1)

@@ -19,7 +19,7 @@ def opened(kind, rng, counted=30, uncounted=40, dtype="int4"):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["snapshot", "state_dict"])
-def test_what_would_leave_tokens_out_is_refused(kind, name, rng):
+def test_uncounted_tokens_refuse_a_snapshot(kind, name, rng):
     cache = opened(kind, rng)
     before = contents(cache)
     with pytest.raises(ValueError, match=MISSING):

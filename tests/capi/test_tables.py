@@ -80,7 +80,7 @@ def test_a_token_without_a_slot_is_left_out(c, rng):
     assert np.array_equal(out[0], out[1]) and not np.isnan(out).any()
 
 
-def test_what_tables_refuse_changes_nothing(c, rng):
+def test_refused_tables_change_nothing(c, rng):
     scheduler = Scheduler(c, "int8", 2, rng)
     scheduler.step([20, 3])
     pool, handle, tables, lens = scheduler.pools[0], scheduler.handle, scheduler.tables, scheduler.lens
@@ -148,7 +148,7 @@ def test_a_batch_counts_all_of_its_tokens_or_none(c, rng):
     handle.advance([idle], (0, 0))
 
 
-def test_what_fails_after_sealing_leaves_a_batch_as_it_was(c, rng, monkeypatch):
+def test_failure_after_sealing_leaves_a_batch_unchanged(c, rng, monkeypatch):
     """All sequences are sealed by then, and none is counted."""
     pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=12)
     k = rng.standard_normal((2, 200, 2, 64), np.float32)

@@ -331,7 +331,7 @@ def test_a_copy_is_independent(rng, method):
         (512, Quantize(4), 5.0),
     ],
 )
-def test_what_is_finished_has_no_tail_of_floats(rng, tokens, method, most):
+def test_finished_cache_has_no_float_tail(rng, tokens, method, most):
     """With Hybrid INT4, the bases of 8 x 512 x 128 alone take 4.0 bits, and the codes 4.4."""
     k, v = rng.standard_normal((2, 8, tokens, 128)).astype(np.float32)
     compressed = KVCacheCompressor(method).compress_kv_3d(k, v)

@@ -113,7 +113,7 @@ def test_float64_beyond_float32_is_refused(rng):
         kvfast.attention(k[:1], k[:1], k[:1], out=np.zeros((1, 2, 32)))
 
 
-def test_what_is_no_array_of_ours(rng):
+def test_other_arrays_are_refused(rng):
     k = rng.standard_normal((3, 2, 32)).astype(np.float32)
     cache = kvfast.KVCache(1, 2, 32)
     with pytest.raises(TypeError, match="memory of the CPU"):

@@ -36,7 +36,7 @@ def test_each_kind_once():
     assert lines(code) == lines(code, KVFAST_LOG="0") == []
 
 
-def test_what_costs_nothing_is_not_told():
+def test_fast_paths_are_not_logged():
     code = (
         "one = cache(80); cache(96, 'int4'); cache(128, 'float16', block_size=16); q = np.ones((1, 4, 160), np.float16)[:, :, ::2]\n"
         "one.attend(0, q); one.append(0, *np.ones((2, 1, 2, 80), np.float16))\n"

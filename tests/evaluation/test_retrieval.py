@@ -93,7 +93,7 @@ def test_a_seed_gives_a_task():
         (9000, 4, "the text has .* tokens, and .* are needed"),
     ],
 )
-def test_what_cannot_be_hidden(size, pairs, reason):
+def test_impossible_haystacks_are_refused(size, pairs, reason):
     with pytest.raises(ValueError, match=reason):
         retrieval_task(Words(), "hay " * 900, size, pairs)
 

@@ -109,7 +109,7 @@ def test_a_short_run():
 
 
 @pytest.mark.parametrize("break_it", ["error", "state", "finite"])
-def test_what_no_call_may_do_is_found(monkeypatch, break_it):
+def test_fuzzer_finds_broken_calls(monkeypatch, break_it):
     """The fuzzer itself can fail."""
     append, attend = kvfast.KVCache.append, kvfast.KVCache.attend
 

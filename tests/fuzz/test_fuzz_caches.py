@@ -66,7 +66,7 @@ def test_each_kind_of_cache(monkeypatch, world, cases):
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found_before(monkeypatch, name):
+def test_earlier_findings_stay_fixed(monkeypatch, name):
     monkeypatch.setattr(fuzz_caches, "LATER", {})  # the worlds that there were
     assert findings(FOUND[name][0], [FOUND[name][1]]) == []
 
@@ -77,7 +77,7 @@ def test_a_case_is_always_the_same():
 
 
 @pytest.mark.parametrize("broken", ["attend", "k", "both", "truncate"])
-def test_what_no_cache_may_do_is_found(monkeypatch, broken):
+def test_fuzzer_finds_a_broken_cache(monkeypatch, broken):
     """The fuzzer itself can fail: on an output that is a little wrong, on rows, and on both that are wrong alike."""
     attend, k, v, truncate = (getattr(kvfast.KVCache, name) for name in ("attend", "k", "v", "truncate"))
     replaced = {
@@ -97,7 +97,7 @@ def test_what_no_cache_may_do_is_found(monkeypatch, broken):
 
 
 @pytest.mark.parametrize("broken", ["salt", "prefix", "steps", "fork", "heads", "scheduler", "forged", "splice", "rope"])
-def test_what_nothing_beside_a_cache_may_do_is_found(monkeypatch, broken):
+def test_fuzzer_finds_broken_neighbours(monkeypatch, broken):
     """As above, of the worlds that came later."""
     pool, cache = kvfast.PagedKVCache, kvfast.KVCache
     match_prefix, attend_batch, attend, append, splice = pool.match_prefix, pool.attend_batch, cache.attend, cache.append, cache.splice
@@ -139,7 +139,7 @@ def test_what_nothing_beside_a_cache_may_do_is_found(monkeypatch, broken):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/mem")
-def test_what_is_in_memory_is_found(rng):
+def test_fuzzer_finds_secrets_in_memory(rng):
     hidden, needle = rng.integers(256, size=128, dtype=np.uint8), bytearray(128)
     kept = np.bitwise_not(hidden)
     np.bitwise_not(hidden, out=np.frombuffer(needle, np.uint8))

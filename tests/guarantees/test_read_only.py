@@ -81,7 +81,7 @@ def seen(thing):
     return {path: array.tobytes() for path, array in given_out(thing)}
 
 
-def test_what_is_given_out_cannot_change_what_it_came_from(tmp_path):
+def test_writing_to_results_changes_no_cache(tmp_path):
     names = set()
     for thing in things(tmp_path):
         before = seen(thing)

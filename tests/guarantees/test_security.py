@@ -116,7 +116,7 @@ def test_no_cache_can_be_pickled():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="rights of POSIX")
-def test_what_is_written_meanwhile_is_private(tmp_path, monkeypatch):
+def test_file_in_writing_is_private(tmp_path, monkeypatch):
     """A part has a folder of its own that nobody else enters, with a name that nobody can guess."""
     pytest.importorskip("safetensors")
     cache, seen = fill(make("growing"), np.random.default_rng(0), 3), []

@@ -140,7 +140,7 @@ class Meanwhile:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
-def test_who_changes_a_cache_is_refused_while_another_thread_reads(rng, tmp_path, kind):
+def test_changes_are_refused_while_another_thread_reads(rng, tmp_path, kind):
     cache = filled(one_sequence(kind), each=[kv(rng, 100) for _ in range(2)])
     snapshot, q = cache.snapshot(), rng.standard_normal((1, 4, 32), np.float32)
     expected, stored = cache.attend(0, q), cache.state_dict()
@@ -232,7 +232,7 @@ def test_threads_read_together(rng):
     assert wrong == []
 
 
-def test_who_changes_a_pool_is_refused_while_another_thread_reads(rng):
+def test_pool_refuses_changes_while_another_thread_reads(rng):
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=8, dtype="int8")
     one, other = pool.new_sequence(), pool.new_sequence()
     filled(one, *kv(rng, 100))
@@ -288,7 +288,7 @@ class MeetingIds:
         return self.ids
 
 
-def test_what_a_sequence_knows_of_its_tokens_changes_with_them(rng):
+def test_ids_change_together_with_their_tokens(rng):
     """Another thread finds either both done, or none."""
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=16, block_size=64, dtype="int8")
     sequence = pool.new_sequence()
@@ -310,7 +310,7 @@ def test_what_a_sequence_knows_of_its_tokens_changes_with_them(rng):
 
 
 @pytest.mark.parametrize("left", ["advance", "truncate", "restore"])
-def test_ids_that_an_interrupted_call_left_behind_are_not_believed(rng, monkeypatch, left):
+def test_interrupted_call_forgets_ids(rng, monkeypatch, left):
     """Whoever asks for a prefix never gets the keys and values of other tokens."""
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=16, block_size=32, dtype="int8")
     sequence, other = pool.new_sequence(), pool.new_sequence()
@@ -486,7 +486,7 @@ def test_a_cache_can_be_looked_at_while_it_is_used(rng, kind):
     assert len(seen) >= 20 and cache.nbytes_used == 0
 
 
-def test_what_a_thread_drops_gets_no_call_of_another_refused(rng):
+def test_dropped_sequences_refuse_no_call_of_another_thread(rng):
     """Sequences that are collected give their blocks back as soon as nobody is in the pool."""
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=200, dtype="int8")
     sequence = filled(pool.new_sequence(), *kv(rng, 60))

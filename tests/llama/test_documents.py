@@ -19,7 +19,7 @@ def drawn(model, count, seed):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_document_computed_again_as_a_whole_is_what_it_is_in_its_place(tiny_model, dtype):
+def test_recomputed_document_equals_an_appended_one(tiny_model, dtype):
     model, _ = tiny_model
     first, second, text = (drawn(model, n, seed) for seed, n in enumerate((50, 70, 9)))
     documents = [llama.compute_document(model, tokens, dtype=dtype) for tokens in (first, second)]
@@ -44,7 +44,7 @@ def test_one_document_is_not_changed_by_its_place(tiny_model):
     assert np.abs(model.prefill(text, moved) - model.prefill(text, plain)).max() < 1e-4
 
 
-def test_what_cannot_be_spliced_leaves_the_cache_as_it_was(tiny_model):
+def test_refused_splice_leaves_the_cache_unchanged(tiny_model):
     model, _ = tiny_model
     cache = new_cache(model, max_seq_len=80)
     model.prefill(drawn(model, 20, 0), cache)
@@ -76,7 +76,7 @@ def test_generation_goes_on_beyond_its_cache(tiny_model, dtype, drafts):
     assert len(cache.block_indices()) <= 4  # of one before
 
 
-def test_the_text_behind_a_shift_is_that_of_the_tokens_that_are_left(tiny_model):
+def test_shifted_cache_generates_as_its_remaining_tokens(tiny_model):
     """In the first layer only positions change: keys and values that are computed again are those that moved."""
     model, _ = tiny_model
     tokens, cache, anew = drawn(model, 60, 5), new_cache(model), new_cache(model)

@@ -93,7 +93,7 @@ def test_the_map_of_a_package_names_each_of_its_modules_and_nothing_else(rooms):
         ("tools/llama/model.py", "def f(cache):\n    return cache._storage", "_storage is private"),
     ],
 )
-def test_what_breaks_the_rules_is_found(rooms, tmp_path, monkeypatch, wrong):
+def test_broken_rules_are_found(rooms, tmp_path, monkeypatch, wrong):
     file, text, message = wrong
     monkeypatch.setattr(rooms, "PACKAGE", copied(rooms, tmp_path, file, text))
     (found,) = rooms.violations()

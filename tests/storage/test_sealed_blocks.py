@@ -87,7 +87,7 @@ def restored(cache, stream, path):
     if isinstance(cache, kvfast.Sequence):
         names = () if cache.rollback is None else ("sliding_window", "num_sink_tokens", "rollback")
         window = {name: getattr(cache.pool, name) for name in names}
-        other = kvfast.PagedKVCache(*shape(cache), 20, dtype=list(cache._storage.formats), **window).restore(snapshot)
+        other = kvfast.PagedKVCache(*shape(cache), 20, dtype=cache.format, **window).restore(snapshot)
         Stream(77, LENGTH).feed(cache, 300)
     return stream.feed(other, LENGTH, 7)
 
@@ -424,16 +424,14 @@ def test_float_rows_are_given_back(name):
         for n in range(300, 1000, 9):
             stream.feed(cache, n)
             size = len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size
-            rest.append((cache._storage.nbytes_used - size) / cache.block_size)
+            rest.append((cache.nbytes_used - size) / cache.block_size)
         layers, open_tokens = cache.num_layers, max(one.open_tokens for one in cache._storage.formats)
         # Values that are float32 stay so.
         most = (6 if name == "means, float values" else 4) * layers * HEADS * 32 * (1 + (32 + open_tokens) / cache.block_size)
         assert max(rest) <= most and min(rest) < 0.75 * most
         cache.truncate(500)
         stream.feed(cache, 990, 1)
-        assert cache._storage.nbytes_used - len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size <= (
-            most * cache.block_size
-        )
+        assert cache.nbytes_used - len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size <= (most * cache.block_size)
 
 
 @pytest.mark.parametrize("num_tokens", [3000, 3072])
@@ -573,7 +571,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SEALING)
-def test_a_patched_block_that_queries_read_as_floats_yet_is_taken_over(rng, tmp_path, name, way):
+def test_patched_block_of_floats_is_carried_over(rng, tmp_path, name, way):
     """It is full, and its codes are never those of the tokens that do not fit its scales."""
     size = SEALING[name].block_size
     cache = kvfast.KVCache(1, HEADS, DIM, dtype=SEALING[name])

@@ -103,7 +103,7 @@ def test_long_prompts(isa, rng, widths, name):
 
 @pytest.mark.parametrize("name", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_cache_becomes(tmp_path, rng, kind, name):
+def test_copies_keep_the_widths(tmp_path, rng, kind, name):
     cache = KINDS[kind](24, 40, name)
     fill(rng, cache)
     before = outputs(cache)
@@ -228,7 +228,7 @@ def test_wrong_widths_are_refused(rng):
         kvfast.Snapshot.from_arrays([np.ones((3, 48), "f")], [np.ones((2, 32), "f")], 2)
 
 
-def test_what_has_one_width_refuses_two(rng):
+def test_one_width_refuses_values_of_another(rng):
     cache = kvfast.KVCache(1, 2, 32, v_head_dim=16)
     k, v = tokens(rng, 100, 32, 16)
     filled(cache, k, v)

@@ -46,7 +46,7 @@ def test_tables_and_slots(pool, value):
     refused(lambda: pool.write_batch(0, np.zeros((100, 6 * 64), np.float32), slots))
 
 
-def test_what_a_table_says_of_blocks_that_are_not_read_does_not_matter(pool):
+def test_table_entries_beyond_the_length_are_ignored(pool):
     wide = np.array([[1, 2, 2**40, -(2**40)]])
     for table in (wide, wide.astype(np.uint64)):
         batch = pool.prepare_batch(**pool.tables | {"block_table": table}, slot_mapping=pool.slots)

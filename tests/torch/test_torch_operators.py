@@ -59,7 +59,7 @@ def test_the_bits_of_a_pool(dtype, of_queries):
 
 
 @pytest.mark.parametrize("count", [2, 130])
-def test_what_c_leaves_to_python_has_the_same_bits(count):
+def test_c_and_python_paths_have_the_same_bits(count):
     """Many sequences, integers of other widths, and rows and tables that are parts of larger tensors."""
     blocks, q = filled("int8"), rows(8, 2 * count)
     table, lens, starts = TABLE.repeat(count // 2, 1), LENGTHS.repeat(count // 2), torch.arange(0, 2 * count + 1, 2, dtype=torch.int32)

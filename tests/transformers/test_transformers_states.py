@@ -51,7 +51,7 @@ def checkpoints(cache):
 # --- when there are checkpoints ----------------------------------------------------------------
 
 
-def test_pieces_of_a_prompt_and_every_so_many_tokens_leave_checkpoints():
+def test_prompt_and_generation_leave_checkpoints():
     model, ids = model_of("lfm2"), prompt(1, 70)[0]
     cache = cache_of(model, checkpoint_tokens=8)
     for start, stop in ((0, 20), (20, 37), *((i, i + 1) for i in range(37, 60)), (60, 62), (62, 63)):

@@ -5,6 +5,7 @@ import pytest
 from cache_kinds import fill
 from latent_reference import DTYPES, oracle, rows
 from reference import bound, relative_error, ways_agree
+from selection import TIERS, pairwise
 
 import kvfast
 from kvfast.caches.paged_mla import MLASequence
@@ -17,9 +18,7 @@ def new_pool(num_blocks=64, layers=1, rope_dim=ROPE, **options):
     return kvfast.PagedMLAKVCache(layers, LATENT, rope_dim, num_blocks, **{"block_size": 32} | options)
 
 
-@pytest.mark.parametrize("rope_dim", [0, ROPE])
-@pytest.mark.parametrize("block_size", [16, 32, 128])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pairwise(("isa", "dtype", "block_size", "rope_dim"), TIERS, DTYPES, [16, 32, 128], [0, ROPE])
 def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, block_size, rope_dim):
     pool = new_pool(1600 // block_size, rope_dim=rope_dim, block_size=block_size, dtype=dtype)
     lengths, counts = [1, 17, 200, 64, 333], [1, 5, 1, 30, 1]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from selection import pairwise
 
 import kvfast
 
@@ -52,9 +53,12 @@ def test_against_float64_on_every_tier(isa, rng, dim, pairs, mode):
         assert a.dtype == np.float32 and np.allclose(a, b, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("source", [np.float32, np.float16])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8-plain", "int8/int4", "int8", "k8v4", "int4"])
-@pytest.mark.parametrize("kind", ["contiguous", "ring", "paged", "batch"])
+@pairwise(
+    ("kind", "dtype", "source"),
+    ["contiguous", "ring", "paged", "batch"],
+    ["float32", "float16", "bfloat16", "int8-plain", "int8/int4", "int8", "k8v4", "int4"],
+    [np.float32, np.float16],
+)
 def test_write_is_split_and_append(rng, kind, dtype, source):
     storage = {"dtype": dtype}
     dim, pool = 64, kvfast.PagedKVCache(1, KV_HEADS, 64, num_blocks=8, **storage)

@@ -6,6 +6,7 @@ import pytest
 from cache_kinds import filled, relative_rms
 from pool_buffers import before_a_page
 from reference import attention, bound, relative_error
+from selection import TIERS, pairwise
 
 import kvfast
 from kvfast import KVFormat
@@ -33,9 +34,7 @@ def with_flags(snapshot, flags, rng):
     return kvfast.Snapshot.from_state_dict(arrays)
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 512])
-@pytest.mark.parametrize("name", FLAGS)
-@pytest.mark.parametrize("dtype", ["int3", "int4"])
+@pairwise(("isa", "dtype", "name", "head_dim"), TIERS, ["int3", "int4"], FLAGS, [16, 64, 80, 128, 512])
 def test_all_readers_agree_on_any_flags(isa, rng, dtype, name, head_dim):
     cache = kvfast.KVCache(1, 1, head_dim, dtype=KVFormat(dtype, per_channel=True))
     filled(cache, *rng.standard_normal((2, 1300, 1, head_dim), np.float32))

@@ -135,7 +135,7 @@ cdef const void *kernels() noexcept nogil:
 
 
 cdef dict _arguments(const kvfast_shape *shape):
-    """Those of `PagedKVCache`."""
+    """The arguments of `PagedKVCache` for a shape."""
     if shape == NULL or shape.dtype == NULL:
         raise ValueError("a shape and its dtype are needed, got NULL")
     return {

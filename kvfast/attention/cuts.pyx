@@ -60,7 +60,7 @@ cdef enum:
 
 
 cdef Py_ssize_t work_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil:
-    """What reading `tokens` tokens takes, in bytes that take as long: codes of less than a byte take as long as those of a byte."""
+    """The work of reading `tokens` tokens, in bytes. A narrower code takes as long as a byte."""
     return layout.num_kv_heads * tokens * (max(token_bytes(&layout.k), <Py_ssize_t>layout.k.padded_dim)
                                            + max(token_bytes(&layout.v), <Py_ssize_t>layout.v.padded_dim))
 

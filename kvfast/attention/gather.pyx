@@ -107,7 +107,7 @@ cdef inline Py_ssize_t _run_at(const kv_layout *layout, const kv_context *contex
 
 cdef inline int _kind_of(const kv_layout *layout, const kv_context *context, Py_ssize_t position, Py_ssize_t size,
                          Py_ssize_t from_floats) noexcept nogil:
-    """What a token or a run is read from. A run of codes takes the statistics of its block along."""
+    """The rows or codes that a token or a run is read from. A run of codes takes the statistics of its block along."""
     if _has_floats(layout, context, position, from_floats):
         return KV_OWN_FLOATS
     return KV_DECODED_KEYS if layout.k.means and size == 1 else KV_CODES

@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""What a task reads of an item: which positions its rows see, and which of a span it reads from codes, and which from float rows: the
-first tokens, the newest, and those of patched blocks."""
+"""The source of kvfast's own blocks: the positions that the rows of a task see, cut into ranges of codes and of float rows. Float rows
+are the first tokens, the newest, and tokens of patched blocks."""
 from cpython.pyport cimport PY_SSIZE_T_MAX
 
 from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_stretch, kv_task,

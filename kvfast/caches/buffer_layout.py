@@ -1,4 +1,4 @@
-"""What memory of a caller must be like for the blocks of a pool."""
+"""The layout that memory of a caller must have for the blocks of a pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BufferLayout", "buffer_layout"]
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """What the `buffer` of a `PagedKVCache` or `PagedMLAKVCache` must be like; made by `buffer_layout`.
+    """The layout that the `buffer` of a `PagedKVCache` or `PagedMLAKVCache` must have; made by `buffer_layout`.
 
     Attributes
     ----------

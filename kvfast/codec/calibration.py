@@ -38,7 +38,7 @@ class LayerCalibration:
         self.digest = _digest_of(repr(matrices.shape).encode() + matrices.astype("<f4").tobytes())
 
     def matrices(self, of_channels: bool, num_kv_heads: int, head_dim: int) -> np.ndarray:
-        """What keys are multiplied by, and what queries are: float32 of shape (num_kv_heads, 2, head_dim, head_dim).
+        """The matrices that keys and queries are multiplied by: float32 of shape (num_kv_heads, 2, head_dim, head_dim).
 
         `of_channels`: for keys with a scale per channel, else for keys with a scale per token. DimensionMismatchError for another
         shape.

@@ -82,7 +82,7 @@ def check_choice(value, name, choices, text):
 
 
 def checked_list(values, name, of):
-    """What can be iterated as a list, of what `of` says."""
+    """A list of the elements of an iterable. `of` names them in the error."""
     try:
         return list(values)
     except TypeError:

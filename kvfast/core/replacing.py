@@ -76,7 +76,7 @@ def replacing(path: str) -> Iterator[str]:
 
 
 def _start_of(path):
-    """What the paths of parts of a file begin with."""
+    """The beginning of the paths of parts of a file."""
     folder, name = os.path.split(path)
     if len(os.fsencode(name)) > _MOST_NAME:
         from hashlib import blake2b  # slow to import, and few names need it

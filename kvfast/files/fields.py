@@ -32,7 +32,7 @@ MOST_TEXT = 1 << 16  # characters of a name
 
 
 class Kind:
-    """What a value of JSON must be: in `words` for messages, and a function `fits`, apart from its parts.
+    """A type and a range of values of JSON: in `words` for messages, and a function `fits`, apart from its parts.
 
     `parts` yields (name, value, kind) of the parts of a value that fits.
     """

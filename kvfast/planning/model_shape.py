@@ -295,7 +295,7 @@ def _shapes(config, kv_heads, dim, windows):
 
 
 def _of_layers(config, number):
-    """What the configuration has for each layer alone."""
+    """The fields of a configuration that each layer has for itself."""
     ours = _of_blocks(config, number) if config.get("block_configs") is not None else config.get("per_layer_config")
     ours = {} if ours is None else ours
     if not isinstance(ours, Mapping) or not all(isinstance(one, Mapping) for one in ours.values()):

@@ -53,7 +53,7 @@ def _cells(found, one):
 
 
 def _conditions(found):
-    """What the figures of a plan rest on."""
+    """The conditions of the figures of a plan."""
     model = found.model
     memory = "Memory unknown" if found.memory is None else f"{size_text(found.memory)} of memory for keys and values"
     if _knows_weights(found):

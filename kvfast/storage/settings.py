@@ -1,4 +1,4 @@
-"""What kind of cache it is: a dict that a file has, too, and that two caches must share for the bytes of one to be valid in the other.
+"""Settings: a dict that says what kind of cache it is. A file has it, too. The bytes of one cache are valid in another with the same settings.
 
 Each function here makes the settings of one kind, from the arguments of its class or from the fields of a file, and checks them.
 Everything about the storage of a cache follows from its settings, but for the number of its blocks and tokens; see `kinds`.

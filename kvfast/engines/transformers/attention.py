@@ -108,7 +108,7 @@ def attention(
 
 
 def _chosen(rows, layer, indices):
-    """What was chosen for each query, as positions of the rows' own tokens: (batch, tokens, k), -1 for what a query does not see."""
+    """The chosen tokens of each query, as positions of the rows' own tokens: (batch, tokens, k), -1 for tokens that the query does not see."""
     kept = rows.kept(layer)
     positions = np.where(kept, np.cumsum(kept, 1) - 1, -1)
     chosen = np.take_along_axis(positions[:, None], indices.astype(np.int64), 2)

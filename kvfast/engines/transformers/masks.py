@@ -1,4 +1,4 @@
-"""What transformers asks of a mask, kept as it was asked.
+"""Masks as transformers describes them: its arguments, and the matrix only if somebody needs it.
 
 Models make one mask per kind of layer and step and hand it to every attention. kvfast needs no matrix: it needs to know
 that a mask is causal, with which window, which tokens are padding, and which see each other. Where another attention takes
@@ -59,7 +59,7 @@ class LazyMask(torch.Tensor):
         return self._matrix
 
     def options(self, rows, layer):
-        """What `attend` needs to compute the same for each row of the batch. A matrix is looked at once for all layers of a kind."""
+        """The options of `attend` for each row of the batch. A matrix is looked at once for all layers of a kind."""
         kind = rows.pattern(layer)
         if self.is_causal and kind == (self.sliding_window, self.chunk):
             return [{}] * len(rows.rows)

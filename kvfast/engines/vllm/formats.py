@@ -19,7 +19,7 @@ SMALLEST_LATENT_BLOCK = 16  # what vLLM sets as block size where it would use it
 
 
 class Directions:
-    """What the models of this process ask of attention. Their configurations set it when their layers are made; specs do not have it."""
+    """Directions of attention in the models of this process. Their configurations set them when layers are made; specs do not have them."""
 
     sees_later_tokens = False
 

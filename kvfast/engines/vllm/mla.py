@@ -54,8 +54,8 @@ class KVFastMLABackend(CPUMLABackend):
 
 @dataclass
 class KVFastMLAMetadata:
-    """What one step asks of all layers of a group. For vLLM all its tokens are decoded: their queries come with the projection
-    absorbed, as attention in latents takes them, prompts and single tokens alike."""
+    """One step of all layers of a group. vLLM calls all its tokens decoded, also those of prompts: their queries come with the projection
+    absorbed, as attention in latents takes them."""
 
     num_actual_tokens: int
     num_decodes: int

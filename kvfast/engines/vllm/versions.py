@@ -1,4 +1,4 @@
-"""Which vLLM is installed, what of it the plugin uses, and all in which versions differ.
+"""The installed version of vLLM, the names that the plugin uses, and the differences between versions.
 
 A new minor version comes every few weeks. On one that nobody has tested, the plugin looks for what it uses, by name, and tries one
 attention call (`kvfast.engines.vllm.trial`). No other file asks for a version.
@@ -125,6 +125,6 @@ def tells_specs():
 
 
 def own_block_sizes(backend, spec):
-    """Those that one of vLLM's own backends takes: up to 0.30 it does not ask for which kind of layer."""
+    """The block sizes that a backend of vLLM takes. Up to 0.30 they do not depend on the layer."""
     ask = backend.get_supported_kernel_block_sizes
     return ask(spec) if signature(ask).parameters else ask()

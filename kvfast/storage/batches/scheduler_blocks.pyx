@@ -280,9 +280,9 @@ cdef class SchedulerBlocks:
         return 0
 
     cdef list _going_on(self, int rule, PreparedBatch batch):
-        """The sequences of the rows of a batch, which leave `held`: from which block on each reads float rows, as far as it still
-        needs them, and the blocks that it holds. A row that goes on with none is a fork of one that holds its newest known block, or
-        reads codes. Where two rows could go on with one sequence, the first does."""
+        """For each row: the first block that it reads as float rows, and the blocks that its sequence held after the last step. Found
+        sequences leave `held`. A row without a sequence is a fork of one that holds its newest known block, or reads codes. If two rows
+        could go on with one sequence, the first does."""
         cdef Py_ssize_t size = self.pool.block_size, i, index, done
         cdef list blocks, first = [], forks
         cdef dict places = {}, held = self.held[rule]

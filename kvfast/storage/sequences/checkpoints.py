@@ -128,7 +128,7 @@ class Checkpoints:
 
     @property
     def forms(self) -> StateForms | None:
-        """Those of all checkpoints; None before the first."""
+        """The forms of the states of all checkpoints; None before the first."""
         return next((one.forms for one in self.held.values()), None)
 
     @property
@@ -160,11 +160,11 @@ class Checkpoints:
             self.at(n)
 
     def upto(self, n: int) -> Checkpoints:
-        """Those of the first `n` tokens."""
+        """The checkpoints of the first `n` tokens."""
         return Checkpoints(self.max_bytes, [one for one in self.held.items() if one[0] <= n])
 
     def taking(self, other: Checkpoints) -> Checkpoints:
-        """Those of another sequence, as far as there is room."""
+        """The checkpoints of another sequence, as far as there is room."""
         if other.forms is not None:
             self._check_room(other.forms)
         return Checkpoints(self.max_bytes, other.held.items())

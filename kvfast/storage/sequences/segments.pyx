@@ -51,7 +51,7 @@ cdef class Segment:
         return other
 
     def describe(self):
-        """What is equal if two segments show the same tokens at the same positions, tables apart."""
+        """Equal for two segments that show the same tokens at the same positions, except for their tables."""
         return self.start, self.first, self.last, self.shift
 
 

@@ -30,7 +30,7 @@ cdef Py_ssize_t blocks_for(BlockTable target, BlockTable source) noexcept:
 
 
 cdef class CopyPlan:
-    """What `copy_table` needs to know: made before, as it must not fail."""
+    """All that `copy_table` needs. Making it may fail; `copy_table` must not."""
 
 
 cdef CopyPlan plan_copy(BlockTable target, BlockTable source):

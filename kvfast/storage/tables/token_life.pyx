@@ -223,7 +223,7 @@ cdef class TokenLife:
         return 0
 
     cdef dict saved(self, Py_ssize_t length, Py_ssize_t longest):
-        """What a file stores of it: that of all layers, or of each where they differ."""
+        """The fields for a file: one state for all layers, or one for each if they differ."""
         cdef list layers = [state for state in self.layers(length, longest) if state is not None]
         if not layers:
             return {}

@@ -251,7 +251,7 @@ def whole_or_not(*caches):
 
 
 def _attention_to(cache, tree_parents=None):
-    """What `LlamaModel._layers` does with the projections of one sequence."""
+    """The function that `LlamaModel._layers` calls with the projections of one sequence."""
 
     def attention(index, qkv, **transform):
         q = cache.write(index, qkv, **transform)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvfast.caches.head_vectors import tokens, vectors
 from kvfast.caches.snapshot import Snapshot
+from kvfast.caches.storage_properties import StorageProperties
 from kvfast.codec.multi_head import MultiHeadConfig, signs_of
 from kvfast.core.checks import check_flag, check_index, check_size
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError
-from kvfast.storage.kinds import decoded, storage_of
+from kvfast.storage.kinds import storage_of
 from kvfast.storage.sequences.heads import attend_heads, evict, push, rows_of, scores, truncate_held
 from kvfast.storage.settings import heads
 
@@ -120,7 +121,7 @@ class _Heads:
         return rows
 
 
-class MultiHeadKVCache(_Heads):
+class MultiHeadKVCache(_Heads, StorageProperties):
     """Compressed keys and values of one layer; each head has its own compressor.
 
     Parameters
@@ -286,38 +287,15 @@ class MultiHeadKVCache(_Heads):
         """Another cache with the same tokens, in the same blocks; see `KVCache.fork`."""
         return self._over(self._settings, self._storage.share())
 
-    # Members that `Snapshot` needs from every cache.
-
-    max_seq_len = None
-
-    @property
-    def secure(self) -> bool:
-        """Whether memory is overwritten before it is given back; always False."""
-        return False
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self._storage.block_size
-
-    def _decoded(self, layer):
-        return decoded(self._settings, self._storage, layer)
+    max_seq_len = None  # as `Snapshot` needs it from every cache
 
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a MultiHeadKVCache cannot be pickled; save() writes it to a file that is safe to load")
-
     def __len__(self) -> int:
         return self._storage.num_held
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved for keys and values."""
-        return self._storage.nbytes
 
     def __repr__(self) -> str:
         return (

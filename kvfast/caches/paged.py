@@ -130,21 +130,6 @@ class PagedKVCache(Pool):
             raise ValueError(f"num_sink_tokens needs a sliding_window, as all tokens are kept without one, got {num_sink_tokens}")
         super().__init__(settings, num_blocks, block_size, secure, buffer, max_state_bytes)
 
-    @property
-    def sliding_window(self) -> int | None:
-        """Tokens that a query sees, or None for all."""
-        return self._settings.get("windows", [None])[0]
-
-    @property
-    def num_sink_tokens(self) -> int:
-        """Number of first tokens that sequences with a window always keep."""
-        return self._settings.get("num_sink_tokens", 0)
-
-    @property
-    def rollback(self) -> int | None:
-        """Number of tokens that `Sequence.truncate` can go back from the longest a sequence has been; None for any number."""
-        return self._settings.get("rollback")
-
     def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
         """Store tokens of several sequences; raises as `KVCache.append`, too.
 

@@ -164,8 +164,3 @@ class Sequence(SequenceCache):
             All positions. In a pool with a window: the sink tokens, then the window, as in `RingKVCache.positions`.
         """
         return self._storage.positions(layer)
-
-    @property
-    def rollback(self) -> int | None:
-        """Number of tokens that `truncate` can go back from the longest the sequence has been; None for any number."""
-        return self._settings.get("rollback")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.caches.sequence_cache import SequenceCache
-from kvfast.core.text import same_or_tuple, size_text
+from kvfast.core.text import size_text
 from kvfast.storage.kinds import ROLLBACK, storage_of
 from kvfast.storage.settings import full, ring, with_states
 
@@ -110,21 +110,6 @@ class RingKVCache(SequenceCache):
             The sink tokens, then the window. Tokens that `rollback` keeps before the window are not included.
         """
         return self._storage.positions(layer)
-
-    @property
-    def sliding_window(self) -> int | tuple[int | None, ...]:
-        """Window in tokens: one number, or a tuple with one per layer (None for a layer without a window)."""
-        return same_or_tuple(self._settings["windows"])
-
-    @property
-    def num_sink_tokens(self) -> int:
-        """Number of first tokens that are always kept."""
-        return self._settings["num_sink_tokens"]
-
-    @property
-    def rollback(self) -> int:
-        """Number of tokens that `truncate` can go back from the longest the cache has been."""
-        return self._settings["rollback"]
 
     def __repr__(self) -> str:
         window = self.sliding_window if not isinstance(self.sliding_window, tuple) else "mixed"

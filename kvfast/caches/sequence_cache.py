@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvfast.caches.ring_rope import RingRope
 from kvfast.caches.snapshot import Snapshot, checked_metadata
@@ -15,7 +15,7 @@ from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
-from kvfast.storage.kinds import decoded, keys_of
+from kvfast.storage.kinds import keys_of
 from kvfast.storage.sequences.branches import keep_branch
 from kvfast.storage.sequences.sequence import SequenceStorage
 from kvfast.storage.sequences.splicing import check_splice, drop, splice
@@ -667,9 +667,6 @@ class SequenceCache(StorageProperties):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} cannot be pickled; save() writes it to a file that is safe to load")
-
     def __len__(self) -> int:
         return self._storage.length
 
@@ -699,7 +696,3 @@ class SequenceCache(StorageProperties):
     def block_indices(self, layer: int = 0) -> NDArray[np.int32]:
         """Blocks that hold a layer's tokens, in their order: int32 of shape (num_blocks,)."""
         return self._storage.block_ids(layer)
-
-    def _decoded(self, layer):
-        """The two sides of a layer's tokens, float32 of shape (tokens, heads, dim)."""
-        return decoded(self._settings, self._storage, layer)

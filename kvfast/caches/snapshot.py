@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kvfast.core.text import same_or_tuple, shown, size_text
 from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
 from kvfast.files.state import arrays_of, from_arrays, to_arrays
-from kvfast.storage.kinds import append_decoded, decoded, storage_of
+from kvfast.storage.kinds import append_decoded, storage_of
 from kvfast.storage.sequences.heads import truncate_held
 from kvfast.storage.sequences.sequence import SequenceStorage
 from kvfast.storage.settings import full
@@ -119,7 +119,7 @@ class Snapshot(StorageProperties):
             For a ring: the visible tokens, see `RingKVCache.positions`. For an `MLAKVCache`: the latents, and their
             rotary parts.
         """
-        pairs = [decoded(self._settings, self._storage, layer) for layer in range(self.num_layers)]
+        pairs = [self._decoded(layer) for layer in range(self.num_layers)]
         keys, values = ([np.array(one).reshape(len(one), one.shape[1] * one.shape[2]) for one in side] for side in zip(*pairs))
         return keys, values
 
@@ -247,7 +247,7 @@ class Snapshot(StorageProperties):
             return self._storage
         storage = storage_of(cache._settings, cache.block_size, secure=cache.secure)
         for layer in range(self.num_layers):
-            k, v = decoded(self._settings, self._storage, layer)
+            k, v = self._decoded(layer)
             if len(k) < self.seq_len:
                 raise IncompatibleSnapshotError(
                     f"a snapshot must hold all tokens to be converted, but layer {layer} has dropped "
@@ -331,9 +331,6 @@ class Snapshot(StorageProperties):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a Snapshot cannot be pickled; save() writes it to a file that is safe to load")
 
     def __repr__(self) -> str:
         return f"Snapshot({self._shape()}, {self.seq_len} tokens, {size_text(self.nbytes)} of its own)"

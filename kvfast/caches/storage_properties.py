@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from kvfast.core.text import each, same_or_tuple
+from kvfast.storage.kinds import decoded
 
 if TYPE_CHECKING:
     from kvfast.codec.formats import KVFormat
@@ -39,6 +40,21 @@ class StorageProperties:
         """Elements of one token's keys in one layer: num_kv_heads * head_dim; a tuple of one per layer where layers differ."""
         heads, dims = (one if isinstance(one, tuple) else (one,) * self.num_layers for one in (self.num_kv_heads, self.head_dim))
         return same_or_tuple([number * dim for number, dim in zip(heads, dims)])
+
+    @property
+    def sliding_window(self) -> int | None | tuple[int | None, ...]:
+        """Tokens that a query sees, itself included, or None for all; a tuple with one per layer where layers differ."""
+        return same_or_tuple(self._settings.get("windows", [None]))
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """Number of first tokens that layers with a window always keep."""
+        return self._settings.get("num_sink_tokens", 0)
+
+    @property
+    def rollback(self) -> int | None:
+        """Number of tokens that `truncate` can go back from the longest that a sequence has been; None for any number."""
+        return self._settings.get("rollback")
 
     @property
     def block_size(self) -> int:
@@ -90,6 +106,13 @@ class StorageProperties:
     def dtype_name(self) -> str:
         """`dtype` as one word, for logs: ``"mixed"`` where layers differ."""
         return self.dtype if isinstance(self.dtype, str) else "mixed"
+
+    def _decoded(self, layer):
+        """The two sides of a layer's tokens, float32 of shape (tokens, heads, dim)."""
+        return decoded(self._settings, self._storage, layer)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled; save() writes it to a file that is safe to load")
 
     def _shape(self):
         if self._storage.rope_dim is not None:

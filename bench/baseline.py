@@ -15,7 +15,7 @@ from pathlib import Path
 
 import kvfast
 from kvfast.tools.cli.bench.cases import LEAST_BYTES, LLAMA_3_8B, SMOLLM2_135M, Case
-from kvfast.tools.cli.bench.command import ProgressBar
+from kvfast.tools.cli.bench.command import progress_bar
 from kvfast.tools.cli.bench.json_file import write_json
 from kvfast.tools.cli.bench.measure import default_threads, measure
 from kvfast.tools.cli.bench.report import as_json
@@ -176,7 +176,7 @@ def write(path, megabytes, cases=STANDARD, threads=None, **options):
     baseline, threads = Baseline.load(path) if path.exists() else Baseline(megabytes), threads or default_threads()
     if baseline.megabytes != megabytes:
         raise ValueError(f"{path} was measured with {baseline.megabytes} megabytes a call, got {megabytes}: use another file")
-    with ProgressBar(len(cases) * len(threads)) as progress:
+    with progress_bar(len(cases) * len(threads)) as progress:
         results = list(measure(cases, threads, least_bytes=megabytes * 10**6, progress=progress, **options))
     baseline.put(kvfast.active_isa(), results)
     baseline.save(path)
@@ -202,7 +202,7 @@ def run_check(path, threads=None, short=False, report=None, **options):
         print(f"not checked: what {path} says of {', '.join(map(str, left_out))} threads")
     if short:
         expected = short_of(expected)
-    with ProgressBar(len(expected)) as progress:
+    with progress_bar(len(expected)) as progress:
         outcomes, results = check(expected, baseline.megabytes, progress=progress, **options)
     if report:
         write_json(report, as_json(results, baseline.megabytes))

@@ -222,13 +222,7 @@ class CompressedKV:
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
-        """Compressed keys and values from the result of `state_dict`.
-
-        Raises
-        ------
-        CorruptFileError, IncompatibleSnapshotError
-            If the arrays are damaged, or of a version that this kvfast cannot read.
-        """
+        """Compressed keys and values from the result of `state_dict`; raises as `load`."""
         arrays = checked_arrays(arrays)
         header = arrays.pop("header", np.empty(0, np.uint8))
         return cls._open(header.tobytes().decode(errors="replace"), _Arrays(arrays))
@@ -254,7 +248,9 @@ class CompressedKV:
 
         Raises
         ------
-        CorruptFileError, IncompatibleSnapshotError, OSError
+        CorruptFileError, IncompatibleSnapshotError
+            If the contents are damaged, or of a version that this kvfast cannot read.
+        OSError
         """
         header, arrays = cache_file.read_tensors(path)
         try:

@@ -109,16 +109,9 @@ class KVCacheCompressor(CacheBridges):
         return self._compress(k[None], v[None], None)
 
     def decompress_kv(self, compressed: CompressedKV) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Decode the result of `compress_kv`, for any method.
+        """Decode the result of `compress_kv`, for any method: keys and values, float32 with its shape.
 
-        Returns
-        -------
-        keys, values : ndarrays of shape (batch, num_heads, seq_len, head_dim), float32
-
-        Raises
-        ------
-        DimensionMismatchError
-            If `compressed` has no batch.
+        A DimensionMismatchError if `compressed` has no batch.
         """
         if not _layout_of(compressed).is_batched:
             shape = compressed.layout.shape

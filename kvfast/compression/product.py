@@ -24,9 +24,8 @@ class ProductStore:
     @classmethod
     def of(cls, k, v, method):
         """k, v: (heads, tokens, dim), float32. Random choices depend on the seed only."""
-        subvectors = method.num_subvectors or max(1, k.shape[2] // 4)
-        sides = [_learned(x, subvectors, method.codebook_size, method.seed + i) for i, x in enumerate((k, v))]
-        return cls(*sides, subvectors)
+        sides = [_learned(x, method.num_subvectors, method.codebook_size, method.seed + i) for i, x in enumerate((k, v))]
+        return cls(*sides, method.num_subvectors)
 
     @property
     def num_heads(self):

@@ -81,28 +81,10 @@ class _BoundedReader(gguf.GGUFReader):
 
 
 class GGUFFile:
-    """One open GGUF file.
+    """One open GGUF file, memory-mapped. Metadata is parsed at once; a tensor is read on request.
 
-    The file is memory-mapped. Metadata is parsed at once; a tensor is read on request.
-
-    Parameters
-    ----------
-    path : path-like
-        The `.gguf` file.
-
-    Attributes
-    ----------
-    path : str
-    architecture : str
-        `general.architecture`; model keys are spelled `<architecture>.<name>`.
-    tensor_names : frozenset of str
-
-    Raises
-    ------
-    ModelFileError
-        The file is empty, truncated, damaged or not GGUF.
-    OSError
-        The file cannot be opened.
+    `architecture` is `general.architecture`; model keys are spelled `<architecture>.<name>`. A file that is empty, truncated,
+    damaged or not GGUF is a ModelFileError.
     """
 
     def __init__(self, path):
@@ -178,12 +160,9 @@ class GGUFFile:
 
         It is a dequantised copy, which stays valid after the file is gone.
         """
-        if name not in self._tensors:
-            raise ModelFileError(f"{self.path}: the tensor {name} is missing")
-        tensor = self._tensors[name]
-        stored = tuple(int(size) for size in reversed(tensor.shape))  # GGUF names the fastest axis first
-        if stored != shape:
+        if (stored := self.tensor_shape(name)) != shape:
             raise ModelFileError(f"{self.path}: {name} must have shape {shape}, got {stored}")
+        tensor = self._tensors[name]
         try:
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
@@ -197,7 +176,7 @@ class GGUFFile:
         """The shape of a tensor, rows first, without reading it."""
         if name not in self._tensors:
             raise ModelFileError(f"{self.path}: the tensor {name} is missing")
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))  # GGUF names the fastest axis first
 
     def tensor_bytes(self):
         """Bytes that each tensor takes in the file, by name."""

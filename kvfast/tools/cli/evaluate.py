@@ -55,18 +55,10 @@ def run_eval(args):
                     scores += peer.evaluate(tokens, types, progress=progress)
                 rotated = peer.rotated
 
-    means = [evaluation.mean_score(scores) for scores in zip(*per_text)]
-    title = f"{', '.join(args.text)}: {means[0].num_predictions:,} tokens predicted"
-    if args.plot:
-        plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
-    if args.json:
-        by_text = [{"text": text, "results": as_rows(scores)} for text, scores in zip(args.text, per_text)]
-        report = {"text": ", ".join(args.text), "chunk": args.chunk, "results": as_rows(means), "texts": by_text}
-        print(json.dumps(report | ({"llama_cpp_rotated": rotated} if types else {}), indent=2))
-        return
-    print(f"{title}; NLL and KL are means per token, in nats")
-    _show(score_table(means, model.cache_shape))
-    if types:
+    more = {"llama_cpp_rotated": rotated} if types else {}
+    table = functools.partial(score_table, cache_shape=model.cache_shape)
+    _report(args, path, per_text, "tokens predicted", table, [{}] * len(texts), **more)
+    if types and not args.json:
         print("llama.cpp's rows compare with its own f32 cache; its weights are the same, in float32.")
         if rotated:
             print(f"Its log says that it rotates before it rounds: {', '.join(rotated)}.")
@@ -131,18 +123,22 @@ def _run_compress(args):
             evaluate_compressed(model, tokens, prompt, methods, chunk_size=args.chunk, progress=progress)
             for tokens, prompt in zip(texts, prompts)
         ]
+    title = f"predictions after prompts of {', '.join(f'{prompt:,}' for prompt in prompts)} tokens"
+    _report(args, path, per_text, title, compression_table, [{"prompt": prompt} for prompt in prompts])
+
+
+def _report(args, path, per_text, title, table_of, abouts, **more):
+    """Draw and print the means of the scores of all texts; `abouts` and `more` are what JSON has besides, of each text and of all."""
     means = [evaluation.mean_score(scores) for scores in zip(*per_text)]
-    title = f"{means[0].num_predictions:,} predictions after prompts of {', '.join(f'{prompt:,}' for prompt in prompts)} tokens"
+    count, names = f"{means[0].num_predictions:,}", ", ".join(args.text)
     if args.plot:
-        plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
+        plot_scores(means, args.plot, f"{Path(path).stem}, {count} predictions")
     if args.json:
-        by_text = [
-            {"text": text, "prompt": prompt, "results": as_rows(scores)} for text, prompt, scores in zip(args.text, prompts, per_text)
-        ]
-        print(json.dumps({"text": ", ".join(args.text), "chunk": args.chunk, "results": as_rows(means), "texts": by_text}, indent=2))
+        by_text = [{"text": text, **about, "results": as_rows(scores)} for text, about, scores in zip(args.text, abouts, per_text)]
+        print(json.dumps({"text": names, "chunk": args.chunk, "results": as_rows(means), "texts": by_text, **more}, indent=2))
         return
-    print(f"{', '.join(args.text)}: {title}; NLL and KL are means per token, in nats")
-    _show(compression_table(means))
+    print(f"{names}: {count} {title}; NLL and KL are means per token, in nats")
+    _show(table_of(means))
 
 
 def _load(args):

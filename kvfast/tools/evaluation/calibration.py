@@ -20,7 +20,7 @@ def calibrate_on_text(model, tokens, *, progress=None) -> Calibration:
     tokens : sequence of int
         At least 128 tokens. Two or three thousand tokens of any text are enough.
     progress : callable, optional
-        Called with the number of tokens each forward pass completed.
+        As in `evaluate`.
 
     Returns
     -------

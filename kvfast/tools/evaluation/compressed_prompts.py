@@ -91,10 +91,8 @@ def evaluate_compressed(model, tokens, prompt_len, methods, *, chunk_size=128, p
         Number of tokens to compress; at least two tokens must be left.
     methods : dict of str to method
         See `parse_methods`.
-    chunk_size : int
-        Tokens per forward pass.
-    progress : callable, optional
-        Called with the number of tokens that were computed.
+    chunk_size, progress
+        As in `evaluate`.
 
     Returns
     -------

@@ -154,17 +154,7 @@ def compare(tokens, predict, *, chunk_size=512, progress=None):
 
 
 def mean_score(scores):
-    """One score of a cache for several texts: means over the predictions of all texts.
-
-    Parameters
-    ----------
-    scores : sequence of CacheScore
-        One per text.
-
-    Returns
-    -------
-    CacheScore
-    """
+    """One score of a cache for several texts, from one score per text: means over the predictions of all texts."""
     counts = [score.num_predictions for score in scores]
     averaged = [field.name for field in fields(scores[0]) if field.type == "float"]
     means = {name: float(np.average([getattr(score, name) for score in scores], weights=counts)) for name in averaged}

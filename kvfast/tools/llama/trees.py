@@ -10,13 +10,9 @@ from kvfast.tools.llama.speculative import Passages, continuation, count_alike
 
 @dataclass
 class DraftTree:
-    """Guesses of the next tokens that branch.
+    """Guesses of the next tokens that branch: their tokens, and for each the number of the guess that it follows, or -1 for the text.
 
-    Attributes
-    ----------
-    tokens : list of int
-    parents : list of int
-        The number of the guess that each of them follows, or -1 for the text; a guess comes before those that follow it.
+    A guess comes before those that follow it.
     """
 
     tokens: list = field(default_factory=list)

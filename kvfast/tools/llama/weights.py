@@ -33,22 +33,9 @@ ROPE_SETTINGS = (
 class LlamaConfig:
     """The sizes of a Llama-family model.
 
-    Attributes
-    ----------
-    architecture : str
-        The GGUF architecture: "llama", "qwen2" or "qwen3".
-    num_layers, num_q_heads, num_kv_heads, head_dim : int
-    hidden_size : int
-        Width of the residual stream.
-    ffn_size : int
-        Width inside the feed-forward block.
-    vocab_size : int
-    context_length : int
-        The longest context the model was trained for.
-    norm_eps : float
-        Added to the mean square in RMSNorm.
-    rope_dims : int
-        How many dimensions of a head are rotated; the rest pass through.
+    `hidden_size` is the width of the residual stream, `ffn_size` that inside the feed-forward block, `context_length` the
+    longest context that the model was trained for, and `norm_eps` is added to the mean square in RMSNorm. Of a head,
+    `rope_dims` dimensions are rotated; the rest pass through.
     """
 
     architecture: str

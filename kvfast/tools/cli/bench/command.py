@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -34,7 +35,7 @@ def run_bench(args):
     cases, options = _cases(args), {"rounds": args.rounds, "seconds": SHORT_SECONDS if args.short else 1.0}
     isas = _vector_isas() if args.report else [kvfast.active_isa()]
     by_isa = {}
-    with ProgressBar(len(cases) * len(threads) * len(isas)) as progress:
+    with progress_bar(len(cases) * len(threads) * len(isas)) as progress:
         for isa in isas:
             with kvfast.use_isa(isa):
                 by_isa[isa] = list(measure(cases, threads, least_bytes=megabytes * 10**6, progress=progress, **options))
@@ -105,21 +106,10 @@ def _check_folder(path):
         raise ValueError(f"{path}: there is no folder {folder}")
 
 
-class ProgressBar:
+@contextmanager
+def progress_bar(total):
     """A progress bar over `total` results, as a callable for `measure`."""
-
-    def __init__(self, total):
-        columns = [BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TextColumn("{task.description}")]
-        self._progress, self._total = Progress(*columns, console=Console(stderr=True), transient=True), total
-
-    def __enter__(self):
-        self._progress.__enter__()
-        task = self._progress.add_task("", total=self._total)
-
-        def advance(text, done):
-            self._progress.update(task, advance=done, **({"description": text} if text else {}))
-
-        return advance
-
-    def __exit__(self, *exc_info):
-        self._progress.__exit__(*exc_info)
+    columns = [BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TextColumn("{task.description}")]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text, done: bar.update(task, advance=done, **({"description": text} if text else {}))

@@ -33,9 +33,9 @@ ROPE_SETTINGS = (
 class LlamaConfig:
     """The sizes of a Llama-family model.
 
-    `hidden_size` is the width of the residual stream, `ffn_size` that inside the feed-forward block, `context_length` the
-    longest context that the model was trained for, and `norm_eps` is added to the mean square in RMSNorm. Of a head,
-    `rope_dims` dimensions are rotated; the rest pass through.
+    `hidden_size` is the width of the residual stream, `ffn_size` that inside the feed-forward block, and `context_length` the
+    longest context that the model was trained for. `norm_eps` is added to the mean square in RMSNorm. `rope_dims` dimensions of
+    a head are rotated; the rest pass through.
     """
 
     architecture: str

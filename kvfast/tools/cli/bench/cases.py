@@ -49,7 +49,7 @@ class Work:
     nbytes: int
     operations: int
     check: Callable[[], None]  # raises AssertionError if the results of the call are wrong
-    read_bytes: int = 0  # by the measurement of the machine beside it
+    read_bytes: int = 0  # by the measurement of the machine before the call
 
 
 @dataclass(frozen=True)

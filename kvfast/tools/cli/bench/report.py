@@ -96,7 +96,7 @@ def machine_text(results):
 
 
 def as_json(results, megabytes):
-    """The results as plain data; a call of `decode` read at least so many megabytes."""
+    """The results as plain data; a call of `decode` read at least `megabytes`."""
     about = {"version": kvfast.__version__, "cpu": cpu_name(), "isa": kvfast.active_isa(), "megabytes": megabytes}
     return about | {"results": _rows(results)}
 

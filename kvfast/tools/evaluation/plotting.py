@@ -12,6 +12,11 @@ def check_plot(path):
     known = sorted(FigureCanvasAgg.filetypes)
     if os.path.splitext(path)[1][1:].lower() not in known:
         raise ValueError(f"{path}: a plot is a file of one of these types: {', '.join(known)}")
+    check_folder(path)
+
+
+def check_folder(path):
+    """Check before a measurement that the folder of a file is there."""
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise ValueError(f"{path}: there is no folder {folder}")

@@ -41,14 +41,14 @@ FORMATS = ("int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloa
 
 @dataclass(frozen=True)
 class Work:
-    """A call for `count` layers or tokens, and what it is a fraction of: all bytes that it has to read and write, and the multiplications and additions of the
-    scores and values that queries can see (0 where they do not count)."""
+    """A call for `count` layers or tokens, and what it is a fraction of: all bytes that it has to read and write, and the
+    multiplications and additions of the scores and values that queries can see (0 where they do not count)."""
 
     call: Callable[[], object]
     count: int
     nbytes: int
-    operations: int
     check: Callable[[], None]  # raises AssertionError if the results of the call are wrong
+    operations: int = 0
     read_bytes: int = 0  # by the measurement of the machine before the call
 
 
@@ -239,7 +239,7 @@ def _append(case, least_bytes):
         call()
         assert np.abs(cache.k(0) - k.reshape(cache.k(0).shape)).max() < 0.6
 
-    return Work(call=call, count=times * n, nbytes=k.nbytes + v.nbytes + cache.bytes_per_token * times * n, operations=0, check=check)
+    return Work(call=call, count=times * n, nbytes=k.nbytes + v.nbytes + cache.bytes_per_token * times * n, check=check)
 
 
 def _read(case, least_bytes):
@@ -252,13 +252,8 @@ def _read(case, least_bytes):
     def check():
         assert all(np.isfinite(array).all() and array.std() > 0.9 for array in call())
 
-    return Work(
-        call=call,
-        count=case.context,
-        nbytes=cache.bytes_per_token * case.context + sum(array.nbytes for array in call()),
-        operations=0,
-        check=check,
-    )
+    nbytes = cache.bytes_per_token * case.context + sum(array.nbytes for array in call())
+    return Work(call=call, count=case.context, nbytes=nbytes, check=check)
 
 
 def _codec(case, least_bytes):
@@ -274,7 +269,7 @@ def _codec(case, least_bytes):
         assert np.all(np.abs(out - x) <= 0.50001 * scales[:, None])
 
     calls = {"quantize": lambda: kvfast.quantize(x, bits=bits), "dequantize": lambda: kvfast.dequantize(codes, scales, out)}
-    return Work(call=calls[case.work], count=case.context, nbytes=x.nbytes + codes.nbytes + scales.nbytes, operations=0, check=check)
+    return Work(call=calls[case.work], count=case.context, nbytes=x.nbytes + codes.nbytes + scales.nbytes, check=check)
 
 
 WORKS = {

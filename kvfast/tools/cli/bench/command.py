@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import contextmanager
 
@@ -15,7 +14,7 @@ from kvfast.tools.cli.bench.cases import FORMATS, LEAST_BYTES, MODELS, WORKS, Ca
 from kvfast.tools.cli.bench.json_file import write_json
 from kvfast.tools.cli.bench.measure import cpu_name, default_threads, measure
 from kvfast.tools.cli.bench.report import as_json, as_report, machine_text, plot, tables
-from kvfast.tools.evaluation.plotting import check_plot
+from kvfast.tools.evaluation.plotting import check_folder, check_plot
 
 # What is measured when nothing else is said: (contexts, most of prefill), and with --short.
 CONTEXTS = (1024, 4096, 16384, 65536)
@@ -28,8 +27,8 @@ def run_bench(args):
     """Measure this machine; print tables and write files."""
     if args.plot:
         check_plot(args.plot)
-    _check_folder(args.json)
-    _check_folder(args.report)
+    for path in filter(None, (args.json, args.report)):
+        check_folder(path)
     megabytes = args.megabytes or LEAST_BYTES // 10**6
     threads = args.threads or (scaling.thread_counts(kvfast.get_num_threads()) if args.scaling else default_threads())
     cases, options = _cases(args), {"rounds": args.rounds, "seconds": SHORT_SECONDS if args.short else 1.0}
@@ -98,12 +97,6 @@ def _print_results(isa, results, tables):
     for table in tables:
         console.print()
         console.print(table)
-
-
-def _check_folder(path):
-    folder = os.path.dirname(path or "") or "."
-    if not os.path.isdir(folder):
-        raise ValueError(f"{path}: there is no folder {folder}")
 
 
 @contextmanager

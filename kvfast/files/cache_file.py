@@ -28,6 +28,7 @@ _SPARE_BYTES = 1 << 20  # more than a header takes
 ALIGNMENT = 4096  # of the tensors in a file, so that they can be mapped: a page, which is also whole cache lines
 BYTES_AT_ONCE = 1 << 20  # bytes that are read at a time, and then hashed while they are in the processor's cache
 FEW_BYTES = 1 << 20  # of a file: one thread has read and hashed them before others have begun
+_seeking = Lock()  # where a system reads only where a file was left
 
 
 def need_files():
@@ -99,6 +100,22 @@ def remove_file(path):
         os.unlink(path)
 
 
+def read_at(descriptor, memory, start):
+    """Read a file from byte `start` on, until memory is full or the file ends. Returns the number of bytes."""
+    at = 0
+    while at < len(memory):
+        if hasattr(os, "preadv"):
+            count = os.preadv(descriptor, [memory[at:]], start + at)
+        else:
+            with _seeking, open(descriptor, "rb", buffering=0, closefd=False) as file:
+                file.seek(start + at)
+                count = file.readinto(memory[at:])
+        if not count:
+            break
+        at += count
+    return at
+
+
 def _drop_pages(path):
     """Drop the cached pages of a file that is about to be replaced, to make room for those of the new file
     (bench/bench_snapshot.py)."""
@@ -154,23 +171,37 @@ def _opened(path):
         raise type(error)(f"{path}: {error}") from None
 
 
+@contextlib.contextmanager
+def _sound():
+    """Refuse what the library refuses."""
+    try:
+        yield
+    except _import("safetensors").SafetensorError as error:
+        raise CorruptFileError(f"not a sound safetensors file: {error}") from None
+
+
 class _Content:
     """A file as the library describes it."""
 
     def __init__(self, file, path):
-        safetensors = _import("safetensors")
+        self._file = file
+        with _sound(), _import("safetensors").safe_open(path, framework="np"):
+            self._describe(os.fstat(file.fileno()).st_size)
+
+    def _describe(self, nbytes):
+        """Read what the library has checked: JSON, after its length."""
         if sys.byteorder != "little":
             raise RuntimeError("kvfast reads its files on little-endian machines only")
-        try:
-            with safetensors.safe_open(path, framework="np") as content:
-                metadata, names = content.metadata(), content.offset_keys()
-                tensors = {name: content.get_slice(name) for name in names}
-                self._dtypes = {name: tensor.get_dtype() for name, tensor in tensors.items()}
-                self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
-        except safetensors.SafetensorError as error:
-            raise CorruptFileError(f"not a sound safetensors file: {error}") from None
-        self._file, self._metadata, self._lock, self._xxhash = file, metadata or {}, Lock(), _import("xxhash")
-        self.nbytes = os.fstat(file.fileno()).st_size
+        size = bytearray(8)
+        self._read(memoryview(size), 0, "its header")
+        text = bytearray(int.from_bytes(size, "little"))
+        self._read(memoryview(text), len(size), "its header")
+        header = json.loads(text)
+        self._metadata = header.pop("__metadata__", None) or {}
+        names = sorted(header, key=lambda name: header[name]["data_offsets"])
+        self._dtypes = {name: header[name]["dtype"] for name in names}
+        self.shapes = {name: tuple(header[name]["shape"]) for name in names}
+        self.nbytes, self._xxhash = nbytes, _import("xxhash")
 
     def check_header(self):
         """Read the header, and verify its checksum before any of it is used."""
@@ -234,39 +265,21 @@ class _Content:
 
     def _read(self, piece, at, name):
         """Fill a piece of memory with the bytes of the file from `at` on."""
-        while piece:
-            if hasattr(os, "preadv"):
-                count = os.preadv(self._file.fileno(), [piece], at)
-            else:
-                with self._lock:
-                    self._file.seek(at)
-                    count = self._file.readinto(piece)
-            if not count:
-                raise CorruptFileError(f"the file ends inside {name}")
-            piece, at = piece[count:], at + count
+        if read_at(self._file.fileno(), piece, at) < len(piece):
+            raise CorruptFileError(f"the file ends inside {name}")
 
 
 class _BytesContent(_Content):
     """The bytes of a file."""
 
     def __init__(self, data):
-        safetensors = _import("safetensors")
-        if sys.byteorder != "little":
-            raise RuntimeError("kvfast reads its files on little-endian machines only")
         try:
-            data = memoryview(data).tobytes()
+            self._data = memoryview(data).tobytes()
         except TypeError:
             raise TypeError(f"a snapshot must be read from bytes, got {type(data).__name__}") from None
-        try:
-            tensors = dict(safetensors.deserialize(data))
-        except safetensors.SafetensorError as error:
-            raise CorruptFileError(f"not a sound safetensors file: {error}") from None
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # the library has checked it
-        self._metadata = header.pop("__metadata__", None) or {}
-        names = sorted(header, key=lambda name: header[name]["data_offsets"])
-        self._dtypes = {name: tensors[name]["dtype"] for name in names}
-        self.shapes = {name: tuple(tensors[name]["shape"]) for name in names}
-        self._data, self.nbytes, self._xxhash = data, len(data), _import("xxhash")
+        with _sound():
+            _import("safetensors").deserialize(self._data)
+        self._describe(len(self._data))
 
     def _read(self, piece, at, name):
         piece[:] = self._data[at : at + len(piece)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvfast.core.checks import check_size, checked_path
 from kvfast.core.file_lock import is_locked, try_lock
 from kvfast.errors import StoreError
-from kvfast.files.cache_file import remove_file
+from kvfast.files.cache_file import read_at, remove_file
 from kvfast.prompts.stores.folder_index import FolderIndex, sqlite
 from kvfast.prompts.stores.store import Entry, Refusal, Store, Value, check_key, is_key
 
@@ -221,7 +221,7 @@ class _FileValue(Value):
             raise EOFError(f"it must have {start + count} bytes, got {self._nbytes}")
         memory = memoryview(bytearray(count)) if memory is None else memory[:count]
         try:
-            got = _read(self._descriptor, start, memory)
+            got = read_at(self._descriptor, memory, start)
         except OSError as error:
             raise EOFError(f"it cannot be read: {error}") from None
         if got < count:
@@ -259,23 +259,6 @@ def _open(path, may_stay_open):
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-def _read(descriptor, start, memory):
-    """Read until memory is full or the file ends. Returns the number of bytes."""
-    at = 0
-    while at < len(memory):
-        if hasattr(os, "preadv"):
-            got = os.preadv(descriptor, [memory[at:]], start + at)
-        else:
-            os.lseek(descriptor, start + at, os.SEEK_SET)
-            data = os.read(descriptor, len(memory) - at)
-            got = len(data)
-            memory[at : at + got] = data
-        if not got:
-            break
-        at += got
-    return at
 
 
 def _write(file, data):

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfast.codec.calibration import Calibration, LayerCalibration
 from kvfast.codec.dtypes import CODEBOOKS, FLOATS, canonical_dtype, dtype_row, names_with
-from kvfast.core.checks import check_choice, check_flag, check_size
+from kvfast.core.checks import check_choice, check_flag, check_size, per_layer
 from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS, MAX_RECENT_TOKENS, OPEN_TOKENS, PIECE
 from kvfast.core.text import one_of, shown
 from kvfast.errors import DimensionMismatchError
@@ -250,13 +250,13 @@ PRESETS = {
 
 def formats_of(dtype, k_dtype, v_dtype, num_layers):
     """A KVFormat for each layer, from the arguments of a cache."""
-    formats = [_of_layer(KVFormat.of(one), i, num_layers) for i, one in enumerate(_per_layer(dtype, num_layers, "dtype"))]
+    formats = [_of_layer(KVFormat.of(one), i, num_layers) for i, one in enumerate(per_layer(dtype, "dtype", num_layers, "one"))]
     if k_dtype is None and v_dtype is None:
         return formats
     if any(one.calibration is not None for one in formats):
         raise ValueError("k_dtype and v_dtype name plain dtypes, which have no calibration; leave them out")
-    keys = [f.k_dtype for f in formats] if k_dtype is None else _per_layer(k_dtype, num_layers, "k_dtype")
-    values = [f.v_dtype for f in formats] if v_dtype is None else _per_layer(v_dtype, num_layers, "v_dtype")
+    keys = [f.k_dtype for f in formats] if k_dtype is None else per_layer(k_dtype, "k_dtype", num_layers, "one")
+    values = [f.v_dtype for f in formats] if v_dtype is None else per_layer(v_dtype, "v_dtype", num_layers, "one")
     return [KVFormat(f"{canonical_dtype(k)}/{canonical_dtype(v)}") for k, v in zip(keys, values)]
 
 
@@ -307,11 +307,3 @@ def block_size_of(formats, block_size, default):
             f"block_size must be {block}, the tokens that share the statistics of their keys in this format, got {block_size}"
         )
     return block
-
-
-def _per_layer(values, num_layers, name):
-    if not isinstance(values, (list, tuple)):
-        return [values] * num_layers
-    if len(values) != num_layers:
-        raise DimensionMismatchError(f"{name} must be one or a list of {num_layers}, one per layer, got {len(values)}")
-    return values

@@ -81,6 +81,14 @@ def check_choice(value, name, choices, text):
         raise ValueError(f"{name} must be {text}, got {shown(value)}")
 
 
+def per_layer(value, name, num_layers, one="one number"):
+    """One value for each layer, from one for all or from a list."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_layers
+    if len(values) != num_layers:
+        raise DimensionMismatchError(f"{name} must be {one} or a list of {num_layers}, one per layer, got {len(values)}")
+    return values
+
+
 def checked_list(values, name, of):
     """A list of the elements of an iterable. `of` names them in the error."""
     try:

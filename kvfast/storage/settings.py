@@ -11,7 +11,7 @@ from dataclasses import asdict
 from kvfast.codec.formats import formats_of, latent_format
 from kvfast.codec.multi_head import MultiHeadConfig
 from kvfast.codec.rope import Rope, frequencies_of
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_size, per_layer
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS, MAX_ROPE_DIM, MAX_TOKENS
 from kvfast.core.text import same_or_tuple, shown
 from kvfast.errors import DimensionMismatchError
@@ -21,20 +21,12 @@ SIZED = ("full", "latent")  # kinds with a max_seq_len
 NAMES = {"full": "KVCache", "ring": "RingKVCache", "latent": "MLAKVCache", "heads": "MultiHeadKVCache"}
 
 
-def _per_layer(value, name, num_layers):
-    """One value for each layer, from one for all or from a list."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_layers
-    if len(values) != num_layers:
-        raise DimensionMismatchError(f"{name} must be one number or a list of {num_layers}, one per layer, got {len(values)}")
-    return values
-
-
 def full(num_layers, num_kv_heads, head_dim, dtype, k_dtype=None, v_dtype=None, v_head_dim=None):
     """Settings of layers that keep all tokens. A v_head_dim of None, for all layers or for one, means head_dim."""
     num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
     formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
     heads, dims, v_dims = (
-        _per_layer(value, name, num_layers)
+        per_layer(value, name, num_layers)
         for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim))
     )
     heads = same_or_tuple([check_size(one, "num_kv_heads", 1, MAX_KV_HEADS) for one in heads])
@@ -48,7 +40,7 @@ def full(num_layers, num_kv_heads, head_dim, dtype, k_dtype=None, v_dtype=None, 
 def ring(layers, windows, num_sink_tokens, rollback, rope=None):
     """The settings of a ring. `layers` are made by `full`, and each window is None for a layer that keeps all tokens; by `rope`, a `Rope`,
     a ring rotates keys itself."""
-    windows = _per_layer(windows, "sliding_window", layers["num_layers"])
+    windows = per_layer(windows, "sliding_window", layers["num_layers"])
     windows = [one if one is None else check_size(one, "sliding_window", 1, MAX_TOKENS) for one in windows]
     local = [one for one in windows if one is not None]
     if not local:

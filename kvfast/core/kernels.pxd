@@ -2,7 +2,7 @@
 
 A call reads ``active()`` once, so that it runs on one tier to its end.
 """
-from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
+from libc.stdint cimport int8_t, int64_t, uint8_t, uint16_t, uint32_t
 
 from kvfast.core.limits cimport KV_LANES, KV_TILE
 
@@ -18,12 +18,10 @@ cdef extern from "simd/dtypes.h" nogil:
         KV_FLOAT32             # what arrays of the API are; of other dtypes, only simd/ knows the numbers
         KV_FLOAT16
         KV_BFLOAT16
-        KV_INT8
         KV_INT2
         KV_INT3
         KV_NUM_DTYPES
         KV_FLOAT_ROWS
-        KV_TILED_CODES
         KV_PACKED_CODES
 
     ctypedef struct kv_dtype:
@@ -75,11 +73,7 @@ cdef extern from "simd/kernels.h" nogil:
 
     ctypedef struct kv_softmax:
         float *m
-        double *l
-        float *rescale
         float *rest
-        double *noise
-        unsigned refined
         kv_room *room
         float *weights
 
@@ -114,8 +108,6 @@ cdef extern from "simd/kernels.h" nogil:
         int *stop
         kv_score_options options
         float *m
-        float *l
-        double *noise
         float *queries
         float *acc
 
@@ -209,8 +201,6 @@ cdef extern from "simd/kernels.h" nogil:
         bint has_matrix
         void (*accumulate_latent[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                                                  const kv_ahead *ahead, float *acc) noexcept nogil
-        unsigned (*rows_to_refine)(const float *acc, Py_ssize_t row_stride, Py_ssize_t stride, Py_ssize_t n, const double *noise,
-                                   int num_rows) noexcept nogil
         kv_panel_kernels panels[KV_PANEL_KINDS]
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil

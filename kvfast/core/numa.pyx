@@ -14,7 +14,6 @@ cdef extern from *:
     """
     #if defined(__linux__)
     #include <errno.h>
-    #include <sys/mman.h>
     #include <sys/syscall.h>
     #include <unistd.h>
     /* Of linux/mempolicy.h, which is not installed everywhere. */
@@ -29,15 +28,6 @@ cdef extern from *:
         int policy = KV_POLICY_DEFAULT;
         return syscall(SYS_get_mempolicy, &policy, NULL, 0, NULL, 0) == 0 && policy != KV_POLICY_DEFAULT;
     }
-    static int kv_try_interleave(const uint64_t *nodes, unsigned long bits)
-    {
-        const size_t bytes = (size_t)sysconf(_SC_PAGESIZE);
-        char *page = (char *)mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (page == MAP_FAILED) return errno;
-        const int error = kv_interleave(page, bytes, nodes, bits);
-        munmap(page, bytes);
-        return error;
-    }
     #else
     static int kv_interleave(char *data, size_t bytes, const uint64_t *nodes, unsigned long bits)
     {
@@ -45,12 +35,10 @@ cdef extern from *:
         return 0;
     }
     static int kv_has_own_policy(void) { return 0; }
-    static int kv_try_interleave(const uint64_t *nodes, unsigned long bits) { (void)nodes, (void)bits; return 0; }
     #endif
     """
     int kv_interleave(char *data, size_t bytes, const uint64_t *nodes, unsigned long bits) nogil
     int kv_has_own_policy() nogil
-    int kv_try_interleave(const uint64_t *nodes, unsigned long bits) nogil
 
 cdef enum:
     NODE_WORDS = 16            # bits for all nodes that a Linux kernel can be built for
@@ -101,8 +89,11 @@ def _wished():
 
 def numa_state():
     """The policy, and what it comes to now, in words."""
+    from mmap import mmap  # `import kvfast` does not load it
+
     cdef kv_nodes nodes
     cdef int error
+    cdef unsigned char[::1] page
     used = _nodes()
     if len(used) < 2:
         return _policy, "one node"
@@ -111,7 +102,8 @@ def numa_state():
     if kv_has_own_policy():
         return _policy, "as the process was started, with a policy of its own"
     _fill(nodes, used)
-    error = kv_try_interleave(nodes, MOST_NODES)
+    page = mmap(-1, 1)
+    error = kv_interleave(<char *>&page[0], page.shape[0], nodes, MOST_NODES)
     if error:
         return _policy, f"each page where it is written first, as the system refuses a policy ({os.strerror(error)})"
     return _policy, f"interleaved over the nodes {', '.join(map(str, used))}"

@@ -80,18 +80,8 @@ def build_bundled(source, out=None):
     """Compile the backend that a wheel has, for Linux.
 
     It fits every ggml of the interface and of the tensors that the headers have, and is refused by others. It names neither folders of
-    this machine nor a runtime of OpenMP: its threads are those of the ggml that loads it.
-
-    Parameters
-    ----------
-    source : path
-        Sources of llama.cpp, of ggml or of llama-cpp-python.
-    out : path, optional
-        By default the file that `load` finds in the package.
-
-    Returns
-    -------
-    Path
+    this machine nor a runtime of OpenMP: its threads are those of the ggml that loads it. `source` is as in `build`. Without `out`, the
+    file is the one that `load` finds in the package.
     """
     headers = find_headers(source)
     check_headers(headers)

@@ -27,20 +27,9 @@ class CloudStore(Store):
     The store keeps what it is given: a rule of the bucket's life cycle removes old values. Credentials, regions and endpoints come from
     the environment, as ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL``. Do not use it in a forked process.
 
-    Parameters
-    ----------
-    url : str
-        As ``s3://bucket/folder``, ``gs://bucket``, ``az://container``, ``https://server/folder``; ``memory://name`` is shared by all
-        stores of this name in the process.
-    timeout : float
-        Seconds for connecting, and for each request with its answer. What failed is not tried again.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        Without the package obstore.
-    ValueError
-        If the URL has credentials or options, or lacks what the store needs.
+    The URL is like ``s3://bucket/folder``, ``gs://bucket``, ``az://container`` or ``https://server/folder``; ``memory://name`` is shared by
+    all stores of this name in the process. `timeout` are seconds for connecting, and for each request with its answer. What failed is
+    not tried again.
     """
 
     def __init__(self, url: str, timeout: float = 5.0) -> None:

@@ -33,21 +33,9 @@ class RedisStore(Store):
     The server bounds its memory (``maxmemory``) and chooses what is removed (``maxmemory-policy allkeys-lru``). Keys begin with
     ``kvfast:``; others are left alone. Nothing is sent before the first call. After a fork, each process has connections of its own.
 
-    Parameters
-    ----------
-    url : str
-        ``redis://``, ``rediss://`` (TLS) or ``unix://``, as redis-py takes it: ``redis://user:password@host:6379/0``. Options after
-        ``?``: ``ttl``, the seconds that a value stays after its last use, ``db``, and for TLS ``ssl_ca_certs``, ``ssl_certfile``,
-        ``ssl_keyfile``, ``ssl_cert_reqs``, ``ssl_check_hostname``.
-    timeout : float
-        Seconds for connecting, and for each answer, however slowly it comes.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        Without the package redis.
-    ValueError
-        If the URL does not name a Redis server.
+    The URL is as redis-py takes it: ``redis://user:password@host:6379/0``, ``rediss://`` (TLS) or ``unix://``. Options after ``?``: ``ttl``,
+    the seconds that a value stays after its last use, ``db``, and for TLS ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``,
+    ``ssl_cert_reqs``, ``ssl_check_hostname``. `timeout` are seconds for connecting, and for each answer, however slowly it comes.
     """
 
     def __init__(self, url: str, timeout: float = 5.0) -> None:

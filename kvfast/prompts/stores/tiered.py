@@ -37,24 +37,24 @@ class TieredStore(Store):
         self._resume_at: dict[tuple[bool, bool], float] = {}  # by whether it is the far store, and whether it is written
 
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:
-        values = self._ask(False, lambda store: list(store.get_many(keys)), [None] * len(keys))
-        missing = [i for i, value in enumerate(values) if value is None]
-        if missing:
-            asked = [keys[i] for i in missing]
-            for i, value in zip(missing, self._ask(True, lambda store: store.get_many(asked), [None] * len(missing))):
-                values[i] = value
-                if value is not None:
-                    self._keep(keys[i], value)
+        values, missing = self._found(keys, lambda store, some: store.get_many(some), None)
+        for i in missing:
+            if values[i] is not None:
+                self._keep(keys[i], values[i])
         return values
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
-        here = self._ask(False, lambda store: list(store.contains_many(keys)), [False] * len(keys))
-        missing = [i for i, is_here in enumerate(here) if not is_here]
+        return self._found(keys, lambda store, some: store.contains_many(some), False)[0]
+
+    def _found(self, keys: Sequence[str], call: Callable[[Store, Sequence[str]], Any], nothing: Any) -> tuple[list[Any], list[int]]:
+        """What the near store has of some keys, else the far one; and the numbers of the keys that the near one has not."""
+        found = self._ask(False, lambda store: list(call(store, keys)), [nothing] * len(keys))
+        missing = [i for i, one in enumerate(found) if one is None or one is False]
         if missing:
             asked = [keys[i] for i in missing]
-            for i, is_there in zip(missing, self._ask(True, lambda store: store.contains_many(asked), [False] * len(missing))):
-                here[i] = is_there
-        return here
+            for i, one in zip(missing, self._ask(True, lambda store: call(store, asked), [nothing] * len(missing))):
+                found[i] = one
+        return found, missing
 
     def put(self, key: str, value: Any) -> bool:
         is_near = self._put(False, key, value)

@@ -99,7 +99,10 @@ def kernels():
         other = fast[tier][dtype]
         return exact[tier][dtype] + f", fast: {other}" * (other != exact[tier][dtype])
 
-    return _table(["tier", *columns], [[f"`{tier}`", *(cell(tier, dtype) for dtype in columns.values())] for tier in exact])
+    tiers = {}
+    for tier in exact:
+        tiers.setdefault(tuple(cell(tier, dtype) for dtype in columns.values()), []).append(f"`{tier}`")
+    return _table(["tier", *columns], [[", ".join(names), *cells] for cells, names in tiers.items()])
 
 
 def accuracy():

@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import pickle
-import threading
 
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ from cache_kinds import (
     stored,
     tokens,
 )
+from in_threads import meanwhile
 
 import kvfast
 
@@ -645,33 +645,26 @@ def test_dropped_while_another_thread_attends(rng):
         cache = make(kind)
         fill(cache, rng, 390)
         q = rng.standard_normal((300 if kind not in RINGS else 40, 4, DIM)).astype(np.float32)
-        expected, stop, failures = cache.attend(0, q), threading.Event(), []
+        expected, dropped, held = cache.attend(0, q), 0, []
 
-        def work(cache=cache, q=q, expected=expected, stop=stop, failures=failures):
-            while not stop.is_set():
-                try:
-                    if not np.array_equal(cache.attend(0, q), expected):
-                        failures.append("other bits")
-                except RuntimeError as error:
-                    if "another thread" not in str(error):
-                        failures.append(error)
-
-        worker = threading.Thread(target=work)
-        worker.start()
-        dropped, held = 0, []
-        while dropped < 200:
+        def work(cache=cache, q=q, expected=expected):
             try:
-                held.append(cache.snapshot())
-            except RuntimeError:
-                continue
-            if len(held) > 3:
-                held.pop(0)
-                dropped += 1
-        stop.set()
-        worker.join()
+                assert np.array_equal(cache.attend(0, q), expected)
+            except RuntimeError as error:
+                assert "another thread" in str(error)
+
+        with meanwhile(work):
+            while dropped < 200:
+                try:
+                    held.append(cache.snapshot())
+                except RuntimeError:
+                    continue
+                if len(held) > 3:
+                    held.pop(0)
+                    dropped += 1
         held.clear()
         gc.collect()
-        assert not failures and np.array_equal(cache.attend(0, q), expected)
+        assert np.array_equal(cache.attend(0, q), expected)
         snapshot = cache.snapshot()
         cache.clear()
         cache.restore(snapshot)

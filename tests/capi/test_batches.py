@@ -3,11 +3,12 @@
 import gc
 import re
 import sys
-import threading
+from functools import partial
 
 import numpy as np
 import pytest
 from cache_kinds import filled
+from in_threads import meanwhile, together
 
 import kvfast
 
@@ -290,44 +291,31 @@ def test_many_threads_read_one_pool(c, rng):
     pair = Pair(c, "int8", 2)
     pair.step(rng, (300, 90))
     q = rng.standard_normal((2, 6, 64), np.float32)
-    expected, wrong = pair.pools[1].attend_batch(0, q, pair.sequences[1]), []
+    expected = pair.pools[1].attend_batch(0, q, pair.sequences[1])
 
     def read(handle):
         out = np.zeros_like(q)
-        try:
-            for _ in range(200):
-                handle.attend(0, pair.handles, q, out)
-                if not np.array_equal(out, expected):
-                    wrong.append("other numbers")
-        except ValueError as error:
-            wrong.append(str(error))
+        for _ in range(200):
+            handle.attend(0, pair.handles, q, out)
+            assert np.array_equal(out, expected)
 
-    threads = [threading.Thread(target=read, args=[handle]) for handle in (pair.handle, pair.handle, c.Pool(pair.pools[0]))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    together(*[partial(read, handle) for handle in (pair.handle, pair.handle, c.Pool(pair.pools[0]))])
 
 
 def test_a_thread_that_changes_a_pool_must_be_alone(c, rng):
     pool, k = kvfast.PagedKVCache(1, 2, 64, num_blocks=200, dtype="float32"), rng.standard_normal((8000, 2, 64), np.float32)
     handle, other = c.Pool(pool), c.Pool(pool)
-    a, b, seen, stop = handle.new_sequence(), handle.new_sequence(), set(), threading.Event()
+    a, b, seen = handle.new_sequence(), handle.new_sequence(), set()
     handle.append(0, [a], k[:4000], k[:4000], (0, 4000))
     a.advance(4000)
 
     def attend():
-        out = np.zeros((64, 2, 64), np.float32)
-        while not stop.is_set():
-            try:
-                other.attend(0, [a], k[:64], out, (0, 64))
-            except ValueError as error:
-                seen.add(str(error))
+        try:
+            other.attend(0, [a], k[:64], np.zeros((64, 2, 64), np.float32), (0, 64))
+        except ValueError as error:
+            seen.add(str(error))
 
-    thread = threading.Thread(target=attend)
-    thread.start()
-    try:
+    with meanwhile(attend):
         for _ in range(100_000):
             length = b.layer_length(0)
             try:
@@ -340,7 +328,4 @@ def test_a_thread_that_changes_a_pool_must_be_alone(c, rng):
                     break
             if any(f"{BUSY}: " in text for text in seen):
                 break
-    finally:
-        stop.set()
-        thread.join()
     assert seen and all(text.startswith(f"{BUSY}: this cache is in use by another thread") for text in seen)

@@ -7,12 +7,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cache_kinds import filled
+from in_threads import meanwhile
 from selection import exhaustive
 
 import kvfast
@@ -199,24 +199,18 @@ def test_a_freed_sequence_and_a_cache_in_use(runtimes, rng):
 def test_a_cache_in_use_says_so(runtimes, rng):
     cache, k = kvfast.KVCache(1, 2, 64, 8192, "float32"), rng.standard_normal((8192, 2, 64), dtype=np.float32)
     filled(cache, k[:8000], k[:8000])
-    seen, stop = set(), threading.Event()
+    seen = set()
 
     def change():
-        while not stop.is_set():
-            try:
-                cache.append(0, k[8000:], k[8000:])
-                cache.truncate(8000)
-            except RuntimeError as error:
-                seen.add(str(error))
+        try:
+            cache.append(0, k[8000:], k[8000:])
+            cache.truncate(8000)
+        except RuntimeError as error:
+            seen.add(str(error))
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
+    with meanwhile(change):
         while not seen:
             seen |= {runtimes[0].nanoseconds(cache, 2, 64, 1)[0]} - {OK}
-    finally:
-        stop.set()
-        thread.join()
     assert seen <= {BUSY, "this cache is in use by another thread; a thread that changes it must be alone"}
     assert runtimes[0].nanoseconds(cache, 2, 64, 1)[0] == OK
 
@@ -224,24 +218,14 @@ def test_a_cache_in_use_says_so(runtimes, rng):
 def test_reading_goes_with_reading(runtimes, rng):
     cache, k = kvfast.KVCache(1, 2, 64, 2048, "float32"), rng.standard_normal((2048, 2, 64), dtype=np.float32)
     cache.append(0, k, k)
-    expected, wrong, stop = cache.attend(0, k[:64], num_threads=1), [], threading.Event()
+    expected = cache.attend(0, k[:64], num_threads=1)
 
     def attend():
-        while not stop.is_set():
-            try:
-                if not np.array_equal(cache.attend(0, k[:64], num_threads=1), expected):
-                    wrong.append("other numbers")
-            except RuntimeError as error:
-                wrong.append(str(error))
+        assert np.array_equal(cache.attend(0, k[:64], num_threads=1), expected)
 
-    thread = threading.Thread(target=attend)
-    thread.start()
-    try:
+    with meanwhile(attend):
         seen = {runtimes[0].nanoseconds(cache, 2, 64, 1)[0] for _ in range(200)}
-    finally:
-        stop.set()
-        thread.join()
-    assert seen == {OK} and wrong == []
+    assert seen == {OK}
 
 
 def test_cython_runs_as_python(runtimes, rng):

@@ -11,10 +11,10 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 import tracemalloc
 import warnings
+from functools import partial
 
 import fuzz_cache_file
 import numpy as np
@@ -22,6 +22,7 @@ import pytest
 import safetensors
 from cache_kinds import ALONE, CENTRED, DIM, DTYPES, HEADS, KINDS, LAYERS, QUERIES, contents, fill, make, same, seals, stored, tokens
 from file_parts import fields, joined, parts, with_fields, with_settings, with_tensors, with_text
+from in_threads import meanwhile
 from selection import cases_of, exhaustive, pairwise, parametrize
 
 import kvfast
@@ -755,17 +756,11 @@ def test_replaced_while_others_load(path, rng):
     caches = [fill(make(kind), rng, n) for kind, n in (("growing", 30), ("growing", 200), ("ring and whole layer", 150))]
     snapshots = [cache.snapshot() for cache in caches]
     caches[0].save(path)
-    stop, failures, loads = threading.Event(), [], [0, 0]
+    loads = [0, 0]
 
-    def load(which):
-        expected = [kvfast.Snapshot.load(source) for source in sources]  # of its own: a snapshot serves one thread
-        while not stop.is_set():
-            try:
-                if kvfast.Snapshot.load(path, mmap=which == 1) not in expected:
-                    failures.append("something else")
-            except (OSError, ValueError, RuntimeError) as error:
-                failures.append(error)
-            loads[which] += 1
+    def load(which, expected):
+        assert kvfast.Snapshot.load(path, mmap=which == 1) in expected
+        loads[which] += 1
 
     # Loaders in this process share the interpreter with each other; the saver is another process.
     script = (
@@ -779,16 +774,11 @@ def test_replaced_while_others_load(path, rng):
     sources = [path.with_name(f"source{i}") for i in range(3)]
     for snapshot, source in zip(snapshots, sources):
         snapshot.save(source)
-    loaders = [threading.Thread(target=load, args=(which,)) for which in (0, 1)]
-    for loader in loaders:
-        loader.start()
-    try:
+    # A snapshot serves one thread.
+    loaders = [partial(load, which, [kvfast.Snapshot.load(source) for source in sources]) for which in (0, 1)]
+    with meanwhile(*loaders):
         subprocess.run([sys.executable, "-c", script, path, *sources], check=True, timeout=60)
-    finally:
-        stop.set()
-        for loader in loaders:
-            loader.join()
-    assert not failures and min(loads) > 10
+    assert min(loads) > 10
     assert len(os.listdir(path.parent)) == 4
 
 

@@ -5,12 +5,12 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
 from cache_kinds import fill, filled
+from in_threads import meanwhile, together
 from selection import parametrize
 
 import kvfast
@@ -85,11 +85,7 @@ def test_second_thread_is_refused_or_served(rng, num_queries):
             except RuntimeError as error:
                 outcomes.append("another thread" in str(error))
 
-    workers = [threading.Thread(target=work) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    together(work, work, work)
     assert len(outcomes) == 30 and all(outcomes)
     assert np.array_equal(cache.attend(0, q), expected)
 
@@ -390,21 +386,17 @@ def test_many_threads_on_distinct_caches():
             results[seed] = copied.k(0).tobytes() + cache.v(1).tobytes()
 
     results = {}
-    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(12)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    together = dict(results)
+    together(*[partial(work, seed) for seed in range(12)])
+    at_once = dict(results)
     for seed in range(12):
         work(seed)
-    assert len(together) == 12 and together == results
+    assert len(at_once) == 12 and at_once == results
 
 
 def test_many_threads_on_one_cache(rng):
     """They append one token each at a time, and go back, when they are let in: none is lost, none is torn."""
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=64, dtype="float32")
-    sequence, wanted, stop, read_once = pool.new_sequence(), 400, threading.Event(), threading.Event()
+    sequence, wanted, read_once, torn = pool.new_sequence(), 400, threading.Event(), []
 
     def write(number):
         for i in range(wanted // 4):
@@ -413,25 +405,15 @@ def test_many_threads_on_one_cache(rng):
             insistently(sequence.append, 0, *np.full((2, 1, 2, 32), 1 + number * 1000 + i, np.float32))
 
     def read():
-        q = np.ones((1, 4, 32), np.float32)
-        while not stop.is_set():
-            if sequence.layer_length(0):
-                insistently(sequence.attend, 0, q)
-                rows = insistently(sequence.k, 0)
-                torn.append(bool(np.any(rows != rows[:, :1, :1])))
-                read_once.set()
-            insistently(insistently(sequence.fork).free)
+        if sequence.layer_length(0):
+            insistently(sequence.attend, 0, np.ones((1, 4, 32), np.float32))
+            rows = insistently(sequence.k, 0)
+            torn.append(bool(np.any(rows != rows[:, :1, :1])))
+            read_once.set()
+        insistently(insistently(sequence.fork).free)
 
-    torn = []
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for worker in readers + writers:
-        worker.start()
-    for worker in writers:
-        worker.join()
-    stop.set()
-    for worker in readers:
-        worker.join()
+    with meanwhile(read, read):
+        together(*[partial(write, number) for number in range(4)])
     sequence.advance(wanted)
     stored = sequence.k(0)[:, 0, 0]
     assert sorted(stored.tolist()) == sorted(1.0 + number * 1000 + i for number in range(4) for i in range(wanted // 4))
@@ -441,13 +423,6 @@ def test_many_threads_on_one_cache(rng):
     assert torn and not any(torn)
     sequence.free()
     assert pool.num_free_blocks == 64
-
-
-def together(*works):
-    """Let all run at once; the error of one is that of the test."""
-    with ThreadPoolExecutor(len(works)) as pool:
-        for future in [pool.submit(work) for work in works]:
-            future.result()
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])

@@ -107,6 +107,11 @@ def logits(model, ids, implementation, cache, mask=None):
         return model(ids, attention_mask=mask, **{cache_argument(): cache}).logits
 
 
+def error(found, expected):
+    """The relative error of a tensor, in norms."""
+    return ((found - expected).norm() / expected.norm()).item()
+
+
 def interrupt(layer, step):
     """Ctrl-C as soon as a step comes to a layer."""
 

@@ -25,11 +25,6 @@ from tiny_transformers import (
 pytestmark = QUIET
 
 
-@pytest.fixture
-def models():
-    return random_model
-
-
 # They differ from llama in numbers of heads and in what comes before attention alone: their tokens and logits are compared always, and
 # what batches, padding and beams make of a cache is the same for all four.
 LIKE_LLAMA = ("smollm2", "multi-query", "qwen3")
@@ -43,11 +38,6 @@ def any_model(request):
 @pytest.fixture(params=[pytest.param(name, marks=exhaustive if name in LIKE_LLAMA else ()) for name in MODELS])
 def model(request):
     return random_model(request.param)
-
-
-@pytest.fixture
-def llama():
-    return random_model("llama")
 
 
 # --- the tokens of transformers ----------------------------------------------------------------
@@ -152,10 +142,10 @@ def test_long_padding_anywhere(llama):
 
 
 @pytest.mark.parametrize("name", SLIDING)
-def test_padding_on_the_right_of_a_window_is_refused(name, models):
+def test_padding_on_the_right_of_a_window_is_refused(name):
     ids, mask = padded(2, WINDOW - 2, (0, slice(5, None)))
     with pytest.raises(ValueError, match="pad on the left"):
-        ours(models(name), ids, mask)
+        ours(random_model(name), ids, mask)
 
 
 @pytest.mark.parametrize("dtype, limit", [("float32", 1e-5), ("float16", 5e-3), ("bfloat16", 2e-2), ("int8", 5e-2), ("int4", 0.3)])
@@ -178,14 +168,14 @@ def test_models_in_halves(llama, dtype):
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-def test_other_implementations_decode_the_cache(llama, models):
+def test_other_implementations_decode_the_cache(llama):
     ids, mask = prompt(2, 30, (11, 0))
     expected = stock(llama, ids, mask).tolist()
     for implementation in ("sdpa", "eager"):
         llama.set_attn_implementation(implementation)
         cache = KVFastCache(llama.config, "float32")
         assert llama.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=NEW_TOKENS, do_sample=False).tolist() == expected
-    mistral = models("mistral")
+    mistral = random_model("mistral")
     mistral.set_attn_implementation("sdpa")
     cache = KVFastCache(mistral.config, "float32")
     found = mistral.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -202,7 +192,7 @@ def test_implementation_may_change_between_steps(llama):
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_without_the_cache(llama, models):
+def test_without_the_cache(llama):
     ids, mask = prompt(2, 12, (5,))
     llama.set_attn_implementation("kvfast")
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": mask}
@@ -213,9 +203,9 @@ def test_without_the_cache(llama, models):
     assert llama.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
     llama.zero_grad()
     for name, what in (("gemma2", "softcap"), ("gpt-oss", "sinks")):
-        models(name).set_attn_implementation("kvfast")
+        random_model(name).set_attn_implementation("kvfast")
         with pytest.raises(ValueError, match=f"no .*{what}.*KVFastCache"):
-            models(name).generate(ids, **options)
+            random_model(name).generate(ids, **options)
 
 
 # --- a model that people have ------------------------------------------------------------------

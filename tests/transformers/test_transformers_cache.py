@@ -31,19 +31,9 @@ from kvfast.engines.transformers.masks import lazy_mask
 pytestmark = QUIET
 
 
-@pytest.fixture
-def models():
-    return random_model
-
-
 @pytest.fixture(params=MODELS)
 def model(request):
     return random_model(request.param)
-
-
-@pytest.fixture
-def llama():
-    return random_model("llama")
 
 
 def test_a_format_that_loses_much_is_named():
@@ -88,11 +78,11 @@ def test_rejected_drafts_seal_no_block(llama):
 
 
 @pytest.mark.parametrize("name", SLIDING)
-def test_crop_beyond_what_is_held(models, name):
+def test_crop_beyond_what_is_held(name):
     ids, _ = prompt(2, 60)
-    cache = KVFastCache(models(name).config, "float32", rollback=4)
+    cache = KVFastCache(random_model(name).config, "float32", rollback=4)
     for part in (ids[:, :50], ids[:, 50:]):
-        logits(models(name), part, "kvfast", cache)
+        logits(random_model(name), part, "kvfast", cache)
     with pytest.raises(ValueError, match="cannot go back"):
         cache.crop(-30)
     assert cache.get_seq_length() == 60 and all(len(row) == 60 for row in cache.rows)
@@ -180,18 +170,18 @@ def test_reset_takes_another_batch(llama):
     assert ours(llama, ids, mask, cache).tolist() == stock(llama, ids, mask).tolist()
 
 
-def test_most_tokens(llama, models):
+def test_most_tokens(llama):
     cache = KVFastCache(llama.config, "int8", max_seq_len=16)
     assert cache.get_max_length() == 16 and KVFastCache(llama.config).get_max_length() == -1
     logits(llama, prompt(1, 16)[0], "kvfast", cache)
     with pytest.raises(kvfast.CacheFullError):
         logits(llama, prompt(1, 1)[0], "kvfast", cache)
     with pytest.raises(ValueError, match="without sliding windows"):
-        KVFastCache(models("gemma3").config, max_seq_len=16)
+        KVFastCache(random_model("gemma3").config, max_seq_len=16)
 
 
-def test_windows_take_constant_memory(models):
-    model = models("mistral")
+def test_windows_take_constant_memory():
+    model = random_model("mistral")
     cache = KVFastCache(model.config, "int8", rollback=0)
     sizes = []
     for _ in range(40):
@@ -317,7 +307,7 @@ def test_other_attentions_are_refused(llama, options, what):
         attention(llama.model.layers[0].self_attn, torch.zeros(1, 4, 6, 16), key, value, None, **options)
 
 
-def test_padding_that_changes_is_refused(llama, models):
+def test_padding_that_changes_is_refused(llama):
     ids, mask = prompt(2, 12, (5,))
     cache = KVFastCache(llama.config, "float32")
     logits(llama, ids, "kvfast", cache, mask)
@@ -329,7 +319,7 @@ def test_padding_that_changes_is_refused(llama, models):
     mask = torch.ones(1, 30, dtype=int)
     mask[0, 20] = 0
     with pytest.raises(ValueError, match="pad on the left"):
-        logits(models("mistral"), prompt(1, 30)[0], "kvfast", KVFastCache(models("mistral").config), mask)
+        logits(random_model("mistral"), prompt(1, 30)[0], "kvfast", KVFastCache(random_model("mistral").config), mask)
 
 
 def test_a_step_that_broke_off_is_noticed_and_taken_back(llama):
@@ -360,9 +350,9 @@ def test_a_step_that_broke_off_is_noticed_and_taken_back(llama):
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("begun, dropped", [(0, 4), (30, 4), (30, 9), (30, 34)])
-def test_an_interrupted_step_costs_no_more_than_itself(models, name, begun, dropped):
+def test_an_interrupted_step_costs_no_more_than_itself(name, begun, dropped):
     """Between any two layers, in a batch with padding."""
-    model, (ids, mask) = models(name), prompt(2, 40, (0, 3))
+    model, (ids, mask) = random_model(name), prompt(2, 40, (0, 3))
     for layer in model.model.layers[1:]:
         cache = KVFastCache(model.config, "float32")
         if begun:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from tiny_images import MODELS, WINDOW, generated, image_model, inputs
-from tiny_transformers import QUIET, KVFastCache, logits, new_model, prompt, torch, transformers
+from tiny_transformers import QUIET, KVFastCache, error, logits, new_model, prompt, torch, transformers
 
 from kvfast.engines.transformers import masks
 from kvfast.engines.transformers.attention import attention
@@ -24,10 +24,6 @@ def name(request):
 @pytest.fixture
 def llama():
     return new_model("llama", num_hidden_layers=2)
-
-
-def error(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 def logits_of(model, implementation, cache, given):

@@ -6,7 +6,7 @@ import functools
 import pytest
 from selection import exhaustive
 from tiny_architectures import small_model
-from tiny_transformers import QUIET, KVFastCache, logits, ours, prompt, stock, torch, transformers
+from tiny_transformers import QUIET, KVFastCache, error, logits, ours, prompt, stock, torch, transformers
 
 import kvfast
 from kvfast.engines.transformers.attention import attention
@@ -23,10 +23,6 @@ model_of = functools.cache(small_model)  # for tests that leave it as it was
 @pytest.fixture(params=HYBRIDS + SHAPES)
 def model(request):
     return model_of(request.param)
-
-
-def error(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 # --- the tokens of transformers ----------------------------------------------------------------

@@ -9,7 +9,7 @@ from cache_kinds import filled
 from dict_store import DictStore
 from selection import exhaustive
 from tiny_architectures import small_model
-from tiny_transformers import QUIET, KVFastCache, interrupt, logits, ours, prompt, stock, torch, transformers
+from tiny_transformers import QUIET, KVFastCache, error, interrupt, logits, ours, prompt, stock, torch, transformers
 
 import kvfast
 from kvfast.planning.model_shape import read_shape
@@ -38,10 +38,6 @@ def run(model, ids, cache):
     positions = torch.arange(cache.get_seq_length(), cache.get_seq_length() + ids.shape[1])[None].expand(len(ids), -1)
     with torch.no_grad():
         return model(ids, cache=cache, position_ids=positions).logits
-
-
-def error(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 def checkpoints(cache):

@@ -134,14 +134,9 @@ def test_input_dtypes_and_layouts(rng):
     wide = np.zeros((9, 2, 48), np.float32)
     wide[:, :, ::2] = k
     same = [
-        frozen,
-        np.asfortranarray(k),
-        wide[:, :, ::2],
-        k[::-1].copy()[::-1],
-        k[:, :, ::-1].copy()[:, :, ::-1],
-        k.astype(ml_dtypes.bfloat16),
-        k.astype(ml_dtypes.bfloat16).view(np.uint16),
-        memoryview(k),
+        *(frozen, np.asfortranarray(k), wide[:, :, ::2], k[::-1].copy()[::-1]),
+        *(k[:, :, ::-1].copy()[:, :, ::-1], k.astype(ml_dtypes.bfloat16)),
+        *(k.astype(ml_dtypes.bfloat16).view(np.uint16), memoryview(k)),
     ]
     for array in same:
         cache = kvfast.KVCache(1, 2, 24, dtype="float32")

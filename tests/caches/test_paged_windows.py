@@ -151,13 +151,8 @@ def test_snapshots_files_and_rings(tmp_path, name, size, other, window):
         fresh = ring_of(form, **window)
         fresh.restore(snapshot)
         restored = [
-            loaded,
-            fresh,
-            kvfast.load(snapshot),
-            pool.restore(snapshot),
-            pool.restore(ring.snapshot()),
-            second.restore(snapshot),
-            second.restore(fresh.snapshot()),
+            *(loaded, fresh, kvfast.load(snapshot), pool.restore(snapshot), pool.restore(ring.snapshot())),
+            *(second.restore(snapshot), second.restore(fresh.snapshot())),
             kvfast.RingKVCache.from_state_dict(sequence.state_dict()),
         ]
         restored.append(pool.restore(restored[5].snapshot()))

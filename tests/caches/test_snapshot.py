@@ -788,15 +788,8 @@ def test_small_errors(rng, kind):
         with pytest.raises(TypeError, match="restore needs a Snapshot"):
             cache.restore(wrong)
     for ids in (
-        [1, 2],
-        np.arange(11),
-        np.arange(10.0),
-        np.arange(10).reshape(2, 5),
-        ["a"] * 10,
-        "0123456789",
-        10,
-        [True] * 10,
-        [None] * 10,
+        *([1, 2], np.arange(11), np.arange(10.0), np.arange(10).reshape(2, 5)),
+        *(["a"] * 10, "0123456789", 10, [True] * 10, [None] * 10),
     ):
         with pytest.raises(ValueError, match="token_ids"):
             cache.snapshot(ids)
@@ -821,15 +814,8 @@ def test_properties(rng):
     with pytest.raises(AttributeError):
         snapshot.anything = 1
     for name in (
-        "num_layers",
-        "num_kv_heads",
-        "head_dim",
-        "entry_size",
-        "block_size",
-        "bytes_per_token",
-        "dtype",
-        "k_dtype",
-        "v_dtype",
+        *("num_layers", "num_kv_heads", "head_dim", "entry_size", "block_size", "bytes_per_token", "dtype"),
+        *("k_dtype", "v_dtype"),
     ):
         assert getattr(snapshot, name) == getattr(cache, name)
     assert make("growing").snapshot([]).token_ids.tolist() == []

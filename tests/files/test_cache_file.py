@@ -293,18 +293,9 @@ def test_other_files(path, tmp_path, rng, mmap):
 
     x = np.zeros((2, 3), np.uint8)
     for data in (
-        b"",
-        b"\0",
-        b"\0" * 8,
-        b"\0" * 100000,
-        b"\xff" * 5000,
-        b"just a text\n" * 100,
-        b"{}",
-        (2).to_bytes(8, "little") + b"{}",
-        save({"a": x}),
-        save({"layers.0.k": x}, {"kvfast": "{}"}),
-        save({}),
-        b"PK\3\4" + bytes(100),
+        *(b"", b"\0", b"\0" * 8, b"\0" * 100000),
+        *(b"\xff" * 5000, b"just a text\n" * 100, b"{}", (2).to_bytes(8, "little") + b"{}"),
+        *(save({"a": x}), save({"layers.0.k": x}, {"kvfast": "{}"}), save({}), b"PK\3\4" + bytes(100)),
     ):
         refused(data, path, mmap, kvfast.CorruptFileError)
     np.savez(tmp_path / "cache.npz", **fill(make("growing"), rng, 3).state_dict())
@@ -425,20 +416,9 @@ def test_texts_that_are_no_header(path, mmap):
     _, data = tiny(path)
     good = json.dumps(fields(data))
     for text in (
-        "",
-        " ",
-        "null",
-        "[]",
-        "3",
-        '"a"',
-        "{",
-        good[:-1],
-        good + "}",
-        "[" * 100_000,
-        '{"a":' * 100_000,
-        "9" * 5000,
-        "\0",
-        "NaN",
+        *("", " ", "null", "[]", "3", '"a"', "{"),
+        *(good[:-1], good + "}", "[" * 100_000, '{"a":' * 100_000),
+        *("9" * 5000, "\0", "NaN"),
     ):
         refused(with_text(data, text), path, mmap, kvfast.CorruptFileError)
     refused(with_fields(data, metadata={"a": 1}), path, mmap, kvfast.CorruptFileError)
@@ -448,15 +428,8 @@ def test_texts_that_are_no_header(path, mmap):
 def test_checksums_that_are_none(path, mmap):
     _, data = tiny(path)
     for checksums in (
-        "",
-        "null",
-        "[]",
-        "{}",
-        "3",
-        "[" * 100_000,
-        "9" * 5000,
-        '{"layers.0.k": 3}',
-        '["layers.0.k", "layers.0.v"]',
+        *("", "null", "[]", "{}", "3"),
+        *("[" * 100_000, "9" * 5000, '{"layers.0.k": 3}', '["layers.0.k", "layers.0.v"]'),
         "\0",
     ):
         refused(with_text(data, None, checksums), path, mmap, kvfast.CorruptFileError)
@@ -592,16 +565,9 @@ def test_places_of_a_ring(path, rng, mmap, name, dtype, every):
             assert same(loaded, ring)
     assert accepted
     for place in (
-        {},
-        {"skipped_blocks": 0},
-        good | {"more": 1},
-        good | {"evicted_tokens": 3.0},
-        good | {"skipped_blocks": True},
-        good | {"skipped_blocks": -1},
-        good | {"evicted_tokens": -1},
-        good | {"evicted_tokens": None},
-        [],
-        None,
+        *({}, {"skipped_blocks": 0}, good | {"more": 1}, good | {"evicted_tokens": 3.0}),
+        *(good | {"skipped_blocks": True}, good | {"skipped_blocks": -1}, good | {"evicted_tokens": -1}),
+        *(good | {"evicted_tokens": None}, [], None),
     ):
         refused(
             with_fields(data, tables=[place if i == at else one for i, one in enumerate(tables)]), path, mmap, kvfast.CorruptFileError
@@ -613,12 +579,8 @@ def test_places_of_a_ring(path, rng, mmap, name, dtype, every):
 def test_place_of_a_cache_that_keeps_everything(path, mmap):
     _, data = tiny(path)
     for place in (
-        {},
-        {"skipped_blocks": 1},
-        {"skipped_blocks": 0.0},
-        {"skipped_blocks": -0.0},
-        {"skipped_blocks": False},
-        {"skipped_blocks": 0, "evicted_tokens": 0},
+        *({}, {"skipped_blocks": 1}, {"skipped_blocks": 0.0}, {"skipped_blocks": -0.0}),
+        *({"skipped_blocks": False}, {"skipped_blocks": 0, "evicted_tokens": 0}),
     ):
         refused(with_fields(data, tables=[place]), path, mmap, kvfast.CorruptFileError)
 
@@ -626,38 +588,13 @@ def test_place_of_a_cache_that_keeps_everything(path, mmap):
 def test_settings_of_rings(path, rng, mmap):
     data = saved(fill(make("ring with sinks"), rng, 100), path)
     for changes in (
-        {"windows": [90]},
-        {"windows": [90, 90, 90]},
-        {"windows": [0, 90]},
-        {"windows": [None, None]},
-        {"windows": 90.5},
-        {"windows": "ab"},
-        {"windows": [90, 1 << 62]},
-        {"windows": [90, -1]},
-        {"windows": []},
-        {"windows": None},
-        {"windows": {}},
-        {"windows": [[90], 90]},
-        {"windows": [4, 4]},
-        {"num_sink_tokens": 91},
-        {"num_sink_tokens": -1},
-        {"num_sink_tokens": None},
-        {"rollback": -1},
-        {"rollback": 1.5},
-        {"rollback": 1 << 62},
-        {"rope": "cache"},
-        {"rope": 0},
-        {"rope": []},
-        {"rope": {}},
-        {"rope": True},
-        {"sliding_window": 90},
-        {"more": 1},
-        {"windows": [90, 40]},
-        {"kind": "full"},
-        {"kind": []},
-        {"kind": {}},
-        {"kind": None},
-        {"kind": "Ring"},
+        *({"windows": [90]}, {"windows": [90, 90, 90]}, {"windows": [0, 90]}, {"windows": [None, None]}),
+        *({"windows": 90.5}, {"windows": "ab"}, {"windows": [90, 1 << 62]}, {"windows": [90, -1]}),
+        *({"windows": []}, {"windows": None}, {"windows": {}}, {"windows": [[90], 90]}, {"windows": [4, 4]}),
+        *({"num_sink_tokens": 91}, {"num_sink_tokens": -1}, {"num_sink_tokens": None}, {"rollback": -1}),
+        *({"rollback": 1.5}, {"rollback": 1 << 62}, {"rope": "cache"}, {"rope": 0}, {"rope": []}, {"rope": {}}),
+        *({"rope": True}, {"sliding_window": 90}, {"more": 1}, {"windows": [90, 40]}, {"kind": "full"}),
+        *({"kind": []}, {"kind": {}}, {"kind": None}, {"kind": "Ring"}),
     ):
         refused(with_settings(data, **changes), path, mmap, kvfast.CorruptFileError)
     refused(with_fields(data, block_size=32), path, mmap, kvfast.CorruptFileError)
@@ -712,22 +649,10 @@ def test_rope_of_rings(path, rng, mmap):
     data = saved(ring, path)
     assert same(kvfast.load(path, mmap=mmap), ring)
     for frequencies in (
-        [float("nan")] * 8,
-        [float("inf")],
-        [1.0] * 11,
-        [1.0] * 100_000,
-        [],
-        ["a"],
-        ["1.0"] * 8,
-        [[1.0] * 8],
-        {"a": 1},
-        "abc",
-        3,
-        [10**400],
-        [1.0, None],
-        [[]],
-        [{}],
-        True,
+        *([float("nan")] * 8, [float("inf")], [1.0] * 11, [1.0] * 100_000),
+        *([], ["a"], ["1.0"] * 8, [[1.0] * 8], {"a": 1}),
+        *("abc", 3, [10**400], [1.0, None]),
+        *([[]], [{}], True),
     ):
         refused(with_settings(data, rope={"frequencies": frequencies, "interleaved": True}), path, mmap, kvfast.CorruptFileError)
     for rope in ({"frequencies": [1.0] * 8}, {"interleaved": True}, [1.0] * 8, "frequencies", 3):

@@ -23,14 +23,9 @@ xxhash = pytest.importorskip("xxhash")
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "file-format.md").read_text("utf-8")
 METHODS = [
-    kvfast.LowRank(8),
-    kvfast.LowRank(energy=0.9, dtype="float32"),
-    kvfast.Hybrid(quant_bits=4),
-    kvfast.Hybrid(8),
-    kvfast.VectorQuantization(16),
-    kvfast.VectorQuantization(32, 4),
-    kvfast.Quantize("int4"),
-    kvfast.Quantize(8),
+    *(kvfast.LowRank(8), kvfast.LowRank(energy=0.9, dtype="float32"), kvfast.Hybrid(quant_bits=4)),
+    *(kvfast.Hybrid(8), kvfast.VectorQuantization(16), kvfast.VectorQuantization(32, 4)),
+    *(kvfast.Quantize("int4"), kvfast.Quantize(8)),
 ]
 
 

@@ -96,23 +96,10 @@ class World:
         )
         compressed = compressor.compress_kv_3d(k, v)
         for one in (
-            pool,
-            pool.new_sequence(),
-            ring_pool,
-            ring_pool.new_sequence(),
-            mla_pool,
-            mla_pool.new_sequence(),
-            mla,
-            heads,
-            heads.head(0),
-            compressor,
-            compressed,
-            heads.config,
-            kvfast.PrefixKVCache([compressed] * 2),
-            self.objects[0].snapshot(),
-            kvfast.KVFormat("int8"),
-            kvfast.PromptCache(folder / "folder"),
-            compressor.method,
+            *(pool, pool.new_sequence(), ring_pool, ring_pool.new_sequence(), mla_pool, mla_pool.new_sequence()),
+            *(mla, heads, heads.head(0), compressor, compressed, heads.config),
+            *(kvfast.PrefixKVCache([compressed] * 2), self.objects[0].snapshot(), kvfast.KVFormat("int8")),
+            *(kvfast.PromptCache(folder / "folder"), compressor.method),
         ):
             self.add(one)
 
@@ -271,12 +258,7 @@ def state_of(one):
 NAMES = public_names()
 NAMES |= {f"protocol.{name}": (function, None) for name, function in PROTOCOL.items()}
 KINDS = {owner for _, owner in NAMES.values() if owner} | {
-    "Hybrid",
-    "LowRank",
-    "Quantize",
-    "VectorQuantization",
-    "KVFormat",
-    "MultiHeadConfig",
+    *("Hybrid", "LowRank", "Quantize", "VectorQuantization", "KVFormat", "MultiHeadConfig")
 }
 
 

@@ -553,14 +553,8 @@ def flat(result):
 
 
 ERRORS = {
-    "DimensionMismatchError",
-    "NonFiniteInputError",
-    "ValueError",
-    "TypeError",
-    "CacheFullError",
-    "CorruptFileError",
-    "IncompatibleSnapshotError",
-    "IndexError",
+    *("DimensionMismatchError", "NonFiniteInputError", "ValueError", "TypeError", "CacheFullError"),
+    *("CorruptFileError", "IncompatibleSnapshotError", "IndexError"),
 }
 
 

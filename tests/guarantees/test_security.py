@@ -101,14 +101,7 @@ def test_no_cache_can_be_pickled():
     latent = kvfast.MLAKVCache(1, 16, 8)
     prefix = kvfast.PrefixKVCache([compressed])
     for one in (
-        cache,
-        cache.snapshot(),
-        pool,
-        pool.new_sequence(),
-        heads,
-        compressed,
-        latent,
-        prefix,
+        *(cache, cache.snapshot(), pool, pool.new_sequence(), heads, compressed, latent, prefix),
         kvfast.PagedMLAKVCache(1, 16, 8, 4),
     ):
         with pytest.raises(TypeError, match="pickle"):
@@ -258,16 +251,8 @@ def test_secure_stays_with_copies_and_snapshots(rng):
     latent = kvfast.PagedMLAKVCache(1, 16, 8, 4, secure=True)
     ring = kvfast.RingKVCache(2, 2, 20, sliding_window=[16, None], secure=True)
     for one in (
-        pool,
-        sequence,
-        sequence.fork(),
-        sequence.snapshot(),
-        kvfast.load(sequence.snapshot()),
-        latent,
-        latent.new_sequence(),
-        ring,
-        ring.copy(),
-        kvfast.MLAKVCache(1, 16, 8, secure=True),
+        *(pool, sequence, sequence.fork(), sequence.snapshot(), kvfast.load(sequence.snapshot()), latent),
+        *(latent.new_sequence(), ring, ring.copy(), kvfast.MLAKVCache(1, 16, 8, secure=True)),
     ):
         assert one.secure is True
     assert kvfast.KVCache(1, 1, 16).secure is False

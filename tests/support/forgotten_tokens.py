@@ -176,13 +176,8 @@ PLAIN = [
     restored,
 ]
 SPLICED = [
-    dropped,
-    dropped_twice,
-    dropped_at_the_start,
-    dropped_in_an_open_block,
-    dropped_beside_a_snapshot,
-    dropped_then_truncated,
-    computed_again,
+    *(dropped, dropped_twice, dropped_at_the_start, dropped_in_an_open_block, dropped_beside_a_snapshot),
+    *(dropped_then_truncated, computed_again),
 ]
 
 

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The functions of ``kvfast.h``, for C and Cython.
 
-Those of a step need no interpreter but for blocks and for errors; see `kvfast.handles`.
+Those of a step need no interpreter but for blocks and for errors; see `kvfast.handles`. Those that always need it stand here.
 """
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
@@ -9,10 +9,14 @@ from libc.stdint cimport int64_t, intptr_t
 from libc.string cimport memset
 
 from kvfast.core.kernels cimport active
+from kvfast.handles.arguments cimport ids_of
 from kvfast.handles.cache_handle cimport CacheHandle, pointer_to
-from kvfast.handles.header cimport (KVFAST_ABI, KVFAST_API, KVFAST_INVALID, kvfast_batch, kvfast_cache, kvfast_options, kvfast_pool,
-                                    kvfast_rows, kvfast_shape, kvfast_snapshot)
+from kvfast.handles.handle cimport Handle
+from kvfast.handles.header cimport (KVFAST_ABI, KVFAST_API, KVFAST_INVALID, KVFAST_OK, kvfast_batch, kvfast_cache, kvfast_options,
+                                    kvfast_pool, kvfast_rows, kvfast_shape, kvfast_snapshot)
 from kvfast.handles.pool_handle cimport PoolHandle
+
+from kvfast.caches.snapshot import Snapshot
 
 cdef extern from "kvfast.h":
     ctypedef struct kvfast_api:
@@ -23,34 +27,54 @@ cdef extern from "kvfast.h":
         int (*attend)(kvfast_cache *cache, int layer, const kvfast_rows *q, const kvfast_options *options,
                       const kvfast_rows *out) noexcept nogil
         int (*advance)(kvfast_cache *cache, Py_ssize_t n) noexcept nogil
-        int (*truncate)(kvfast_cache *cache, Py_ssize_t n) noexcept nogil
+        int (*truncate)(kvfast_cache *cache, Py_ssize_t n) noexcept with gil
         Py_ssize_t (*length)(kvfast_cache *cache) noexcept nogil
         Py_ssize_t (*layer_length)(kvfast_cache *cache, int layer) noexcept nogil
         const char *(*error)(kvfast_cache *cache) noexcept nogil
         const void *(*kernels)() noexcept nogil
         Py_ssize_t (*block_nbytes)(const kvfast_shape *shape) except -1
         object (*open_pool)(const kvfast_shape *shape, void *const *layers, Py_ssize_t block_stride, PyObject *owner)
-        int (*keep_branch)(kvfast_cache *cache, Py_ssize_t n, const Py_ssize_t *keep, Py_ssize_t num_kept) noexcept nogil
-        int (*fork)(kvfast_cache *cache, kvfast_cache **other) noexcept nogil
-        int (*snapshot)(kvfast_cache *cache, kvfast_snapshot **taken) noexcept nogil
-        int (*restore)(kvfast_cache *cache, kvfast_snapshot *taken) noexcept nogil
+        int (*keep_branch)(kvfast_cache *cache, Py_ssize_t n, const Py_ssize_t *keep, Py_ssize_t num_kept) noexcept with gil
+        int (*fork)(kvfast_cache *cache, kvfast_cache **other) noexcept with gil
+        int (*snapshot)(kvfast_cache *cache, kvfast_snapshot **taken) noexcept with gil
+        int (*restore)(kvfast_cache *cache, kvfast_snapshot *taken) noexcept with gil
         void (*close_snapshot)(kvfast_snapshot *taken) noexcept with gil
-        int (*save)(kvfast_cache *cache, const char *path) noexcept nogil
-        int (*load)(kvfast_cache *cache, const char *path) noexcept nogil
+        int (*save)(kvfast_cache *cache, const char *path) noexcept with gil
+        int (*load)(kvfast_cache *cache, const char *path) noexcept with gil
         kvfast_pool *(*open_batches)(object pool) except NULL
         void (*close_batches)(kvfast_pool *pool) noexcept with gil
-        int (*new_sequence)(kvfast_pool *pool, kvfast_cache **sequence) noexcept nogil
-        int (*free_sequence)(kvfast_cache *sequence) noexcept nogil
-        Py_ssize_t (*num_free_blocks)(kvfast_pool *pool) noexcept nogil
+        int (*new_sequence)(kvfast_pool *pool, kvfast_cache **sequence) noexcept with gil
+        int (*free_sequence)(kvfast_cache *sequence) noexcept with gil
+        Py_ssize_t (*num_free_blocks)(kvfast_pool *pool) noexcept with gil
         int (*append_batch)(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *k,
                             const kvfast_rows *v) noexcept nogil
         int (*attend_batch)(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *q,
                             const kvfast_options *options, const kvfast_rows *out) noexcept nogil
         const char *(*pool_error)(kvfast_pool *pool) noexcept nogil
-        int (*advance_ids)(kvfast_cache *sequence, const int64_t *token_ids, Py_ssize_t n) noexcept nogil
+        int (*advance_ids)(kvfast_cache *sequence, const int64_t *token_ids, Py_ssize_t n) noexcept with gil
         int (*match_prefix)(kvfast_pool *pool, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
-                            kvfast_cache **sequence) noexcept nogil
+                            kvfast_cache **sequence) noexcept with gil
         int (*advance_batch)(kvfast_pool *pool, const kvfast_batch *batch, const int64_t *token_ids) noexcept nogil
+
+
+cdef object _cache_of(void *handle):
+    """The cache or pool of a handle. What holds the GIL here ends with `_failed` after an error."""
+    if handle == NULL:
+        raise ValueError("a handle is needed, got NULL")
+    return (<Handle>handle).cache
+
+
+cdef int _failed(void *handle, object error) noexcept:
+    """Keep the text of an error, where there is a handle, and return its code."""
+    return KVFAST_INVALID if handle == NULL else (<Handle>handle).failed(error)
+
+
+cdef int _clear(void **to, str name, str what) except -1:
+    """Check where a result goes, and set it to NULL."""
+    if to == NULL:
+        raise ValueError(f"{name} must point to where the {what} goes, got NULL")
+    to[0] = NULL
+    return 0
 
 
 cdef kvfast_cache *open(object cache) except NULL:
@@ -79,12 +103,22 @@ cdef int advance(kvfast_cache *cache, Py_ssize_t n) noexcept nogil:
     return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).advance(n)
 
 
-cdef int truncate(kvfast_cache *cache, Py_ssize_t n) noexcept nogil:
-    return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).truncate(n)
+cdef int truncate(kvfast_cache *cache, Py_ssize_t n) noexcept with gil:
+    try:
+        _cache_of(cache).truncate(n)
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(cache, error)
 
 
-cdef int keep_branch(kvfast_cache *cache, Py_ssize_t n, const Py_ssize_t *keep, Py_ssize_t num_kept) noexcept nogil:
-    return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).keep_branch(n, keep, num_kept)
+cdef int keep_branch(kvfast_cache *cache, Py_ssize_t n, const Py_ssize_t *keep, Py_ssize_t num_kept) noexcept with gil:
+    try:
+        if num_kept < 0 or (keep == NULL and num_kept > 0):
+            raise ValueError(f"keep must point to num_kept numbers, got {num_kept} and {'NULL' if keep == NULL else 'an address'}")
+        _cache_of(cache).truncate(n, [keep[i] for i in range(num_kept)])
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(cache, error)
 
 
 cdef Py_ssize_t length(kvfast_cache *cache) noexcept nogil:
@@ -101,20 +135,34 @@ cdef const char *error(kvfast_cache *cache) noexcept nogil:
     return &(<CacheHandle>cache).text[0]
 
 
-cdef int fork(kvfast_cache *cache, kvfast_cache **other) noexcept nogil:
-    if other != NULL:
-        other[0] = NULL
-    return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).fork(other)
+cdef int fork(kvfast_cache *cache, kvfast_cache **other) noexcept with gil:
+    try:
+        _clear(<void **>other, "other", "fork")
+        other[0] = pointer_to(_cache_of(cache).fork())
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(cache, error)
 
 
-cdef int snapshot(kvfast_cache *cache, kvfast_snapshot **taken) noexcept nogil:
-    if taken != NULL:
-        taken[0] = NULL
-    return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).snapshot(taken)
+cdef int snapshot(kvfast_cache *cache, kvfast_snapshot **taken) noexcept with gil:
+    try:
+        _clear(<void **>taken, "snapshot", "snapshot")
+        held = _cache_of(cache).snapshot()
+        Py_INCREF(held)
+        taken[0] = <kvfast_snapshot *>held
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(cache, error)
 
 
-cdef int restore(kvfast_cache *cache, kvfast_snapshot *taken) noexcept nogil:
-    return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).restore(taken)
+cdef int restore(kvfast_cache *cache, kvfast_snapshot *taken) noexcept with gil:
+    try:
+        if taken == NULL:
+            raise ValueError("snapshot must be one that snapshot() has made, got NULL")
+        _cache_of(cache).restore(<object>taken)
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(cache, error)
 
 
 cdef void close_snapshot(kvfast_snapshot *taken) noexcept with gil:
@@ -122,12 +170,26 @@ cdef void close_snapshot(kvfast_snapshot *taken) noexcept with gil:
         Py_DECREF(<object>taken)
 
 
-cdef int save(kvfast_cache *cache, const char *path) noexcept nogil:
-    return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).save(path)
+cdef int save(kvfast_cache *cache, const char *path) noexcept with gil:
+    try:
+        _cache_of(cache).save(_path_of(path))
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(cache, error)
 
 
-cdef int load(kvfast_cache *cache, const char *path) noexcept nogil:
-    return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).load(path)
+cdef bytes _path_of(const char *path):
+    if path == NULL:
+        raise ValueError("path must be the name of a file, got NULL")
+    return <bytes>path
+
+
+cdef int load(kvfast_cache *cache, const char *path) noexcept with gil:
+    try:
+        _cache_of(cache).restore(Snapshot.load(_path_of(path)))
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(cache, error)
 
 
 cdef const void *kernels() noexcept nogil:
@@ -170,18 +232,31 @@ cdef void close_batches(kvfast_pool *pool) noexcept with gil:
         Py_DECREF(<object>pool)
 
 
-cdef int new_sequence(kvfast_pool *pool, kvfast_cache **sequence) noexcept nogil:
-    if sequence != NULL:
-        sequence[0] = NULL
-    return KVFAST_INVALID if pool == NULL else (<PoolHandle>pool).new_sequence(sequence)
+cdef int new_sequence(kvfast_pool *pool, kvfast_cache **sequence) noexcept with gil:
+    try:
+        _clear(<void **>sequence, "sequence", "new sequence")
+        sequence[0] = pointer_to(_cache_of(pool).new_sequence())
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(pool, error)
 
 
-cdef int free_sequence(kvfast_cache *sequence) noexcept nogil:
-    return KVFAST_INVALID if sequence == NULL else (<CacheHandle>sequence).free_sequence()
+cdef int free_sequence(kvfast_cache *sequence) noexcept with gil:
+    try:
+        if not _cache_of(sequence).is_paged:
+            raise ValueError(f"free_sequence needs a sequence of a pool, got a {type(_cache_of(sequence)).__name__}: call "
+                             f"truncate(cache, 0) to drop its tokens, or close(cache)")
+        _cache_of(sequence).free()
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(sequence, error)
 
 
-cdef Py_ssize_t num_free_blocks(kvfast_pool *pool) noexcept nogil:
-    return KVFAST_INVALID if pool == NULL else (<PoolHandle>pool).num_free_blocks()
+cdef Py_ssize_t num_free_blocks(kvfast_pool *pool) noexcept with gil:
+    try:
+        return _cache_of(pool).num_free_blocks
+    except BaseException as error:
+        return _failed(pool, error)
 
 
 cdef int append_batch(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *k,
@@ -204,15 +279,28 @@ cdef const char *pool_error(kvfast_pool *pool) noexcept nogil:
     return &(<PoolHandle>pool).text[0]
 
 
-cdef int advance_ids(kvfast_cache *sequence, const int64_t *token_ids, Py_ssize_t n) noexcept nogil:
-    return KVFAST_INVALID if sequence == NULL else (<CacheHandle>sequence).advance_ids(token_ids, n)
+cdef int advance_ids(kvfast_cache *sequence, const int64_t *token_ids, Py_ssize_t n) noexcept with gil:
+    try:
+        if not _cache_of(sequence).is_paged:
+            raise ValueError(f"advance_ids needs a sequence of a pool, got a {type(_cache_of(sequence)).__name__}: call advance")
+        _cache_of(sequence).advance(n, ids_of(token_ids, n))
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(sequence, error)
 
 
 cdef int match_prefix(kvfast_pool *pool, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
-                      kvfast_cache **sequence) noexcept nogil:
-    if sequence != NULL:
-        sequence[0] = NULL
-    return KVFAST_INVALID if pool == NULL else (<PoolHandle>pool).match_prefix(token_ids, n, salt, salt_nbytes, sequence)
+                      kvfast_cache **sequence) noexcept with gil:
+    try:
+        _clear(<void **>sequence, "sequence", "new sequence")
+        if salt_nbytes < 0 or (salt == NULL and salt_nbytes > 0):
+            raise ValueError(f"salt must point to salt_nbytes bytes, got {salt_nbytes} and "
+                             + ("NULL" if salt == NULL else "an address"))
+        given = (<const char *>salt)[:salt_nbytes] if salt_nbytes else b""
+        sequence[0] = pointer_to(_cache_of(pool).match_prefix(ids_of(token_ids, n), given))
+        return KVFAST_OK
+    except BaseException as error:
+        return _failed(pool, error)
 
 
 cdef int advance_batch(kvfast_pool *pool, const kvfast_batch *batch, const int64_t *token_ids) noexcept nogil:

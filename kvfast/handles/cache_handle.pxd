@@ -1,15 +1,12 @@
 """A `kvfast_cache`."""
-from libc.stdint cimport int64_t
-
 from kvfast.attention.sight cimport kv_member
 from kvfast.handles.handle cimport Handle, kv_c_call
-from kvfast.handles.header cimport kvfast_cache, kvfast_options, kvfast_rows, kvfast_snapshot
+from kvfast.handles.header cimport kvfast_cache, kvfast_options, kvfast_rows
 from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 
 
 cdef class CacheHandle(Handle):
-    cdef object cache
     cdef SequenceStorage storage
     cdef void **tables         # (num_layers,) BlockTable of each layer, owned by the storage
     cdef Py_ssize_t *layers    # (num_layers,) number of the layer in its table
@@ -29,15 +26,6 @@ cdef class CacheHandle(Handle):
     cdef int advance(self, Py_ssize_t n) noexcept nogil
     cdef int seal_tokens(self, Py_ssize_t n) noexcept with gil
     cdef bint count_tokens(self, Py_ssize_t n) noexcept nogil
-    cdef int advance_ids(self, const int64_t *token_ids, Py_ssize_t n) noexcept with gil
-    cdef int truncate(self, Py_ssize_t n) noexcept with gil
-    cdef int keep_branch(self, Py_ssize_t n, const Py_ssize_t *keep, Py_ssize_t num_kept) noexcept with gil
-    cdef int fork(self, kvfast_cache **other) noexcept with gil
-    cdef int free_sequence(self) noexcept with gil
-    cdef int snapshot(self, kvfast_snapshot **snapshot) noexcept with gil
-    cdef int restore(self, kvfast_snapshot *snapshot) noexcept with gil
-    cdef int save(self, const char *path) noexcept with gil
-    cdef int load(self, const char *path) noexcept with gil
 
 
 cdef kvfast_cache *pointer_to(object cache) except NULL

@@ -10,14 +10,12 @@ from kvfast.codec.blocks cimport kv_layout
 from kvfast.codec.encode cimport WRITTEN, encode_rows, work_of
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.threads cimport gather_unwatched, kv_team
-from kvfast.handles.arguments cimport ids_of
 from kvfast.handles.handle cimport Handle, kv_c_call, next_slots
-from kvfast.handles.header cimport KVFAST_OK, kvfast_cache, kvfast_options, kvfast_rows, kvfast_snapshot
+from kvfast.handles.header cimport KVFAST_OK, kvfast_cache, kvfast_options, kvfast_rows
 from kvfast.storage.sequences.segments cimport free_segments
 from kvfast.storage.sequences.sequence cimport describe, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 
-from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.sequence_cache import SequenceCache, storage_in
 
 cdef enum:
@@ -161,90 +159,6 @@ cdef class CacheHandle(Handle):
             if (<BlockTable>self.tables[i]).length == length:  # not yet, for another layer of the table
                 (<BlockTable>self.tables[i]).count_tokens(n)
         return True
-
-    cdef int advance_ids(self, const int64_t *token_ids, Py_ssize_t n) noexcept with gil:
-        try:
-            if not self.is_paged:
-                raise ValueError(f"advance_ids needs a sequence of a pool, got a {type(self.cache).__name__}: call advance")
-            self.cache.advance(n, ids_of(token_ids, n))
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-    cdef int truncate(self, Py_ssize_t n) noexcept with gil:
-        try:
-            self.cache.truncate(n)
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-    cdef int keep_branch(self, Py_ssize_t n, const Py_ssize_t *keep, Py_ssize_t num_kept) noexcept with gil:
-        try:
-            if num_kept < 0 or (keep == NULL and num_kept > 0):
-                raise ValueError(f"keep must point to num_kept numbers, got {num_kept} and {'NULL' if keep == NULL else 'an address'}")
-            self.cache.truncate(n, [keep[i] for i in range(num_kept)])
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-    cdef int fork(self, kvfast_cache **other) noexcept with gil:
-        try:
-            if other == NULL:
-                raise ValueError("other must point to where the fork goes, got NULL")
-            other[0] = pointer_to(self.cache.fork())
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-    cdef int free_sequence(self) noexcept with gil:
-        try:
-            if not self.is_paged:
-                raise ValueError(f"free_sequence needs a sequence of a pool, got a {type(self.cache).__name__}: call "
-                                 f"truncate(cache, 0) to drop its tokens, or close(cache)")
-            self.cache.free()
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-    cdef int snapshot(self, kvfast_snapshot **snapshot) noexcept with gil:
-        try:
-            if snapshot == NULL:
-                raise ValueError("snapshot must point to where the snapshot goes, got NULL")
-            taken = self.cache.snapshot()
-            Py_INCREF(taken)
-            snapshot[0] = <kvfast_snapshot *>taken
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-    cdef int restore(self, kvfast_snapshot *snapshot) noexcept with gil:
-        try:
-            if snapshot == NULL:
-                raise ValueError("snapshot must be one that snapshot() has made, got NULL")
-            self.cache.restore(<object>snapshot)
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-    cdef int save(self, const char *path) noexcept with gil:
-        try:
-            self.cache.save(_path_of(path))
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-    cdef int load(self, const char *path) noexcept with gil:
-        try:
-            self.cache.restore(Snapshot.load(_path_of(path)))
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-
-cdef bytes _path_of(const char *path):
-    if path == NULL:
-        raise ValueError("path must be the name of a file, got NULL")
-    return <bytes>path
 
 
 cdef kvfast_cache *pointer_to(object cache) except NULL:

@@ -27,6 +27,7 @@ ctypedef struct kv_c_call:
 
 
 cdef class Handle:
+    cdef object cache
     cdef BlockPool pool        # the one that guards all others of a cache
     cdef char text[MOST_TEXT]
 

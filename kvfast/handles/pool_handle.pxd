@@ -2,40 +2,23 @@
 from libc.stdint cimport int64_t
 
 from kvfast.attention.cascade cimport kv_prefixes
+from kvfast.attention.refusals cimport kv_refusal
 from kvfast.attention.sight cimport kv_member
 from kvfast.core.arrays cimport kv_rows
 from kvfast.handles.handle cimport Handle, kv_c_call
-from kvfast.handles.header cimport kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
+from kvfast.handles.header cimport kvfast_batch, kvfast_options, kvfast_rows
 from kvfast.storage.batches.batch cimport PagedBatches
 
 
-# Why a batch is refused.
-cdef enum kv_batch_code:
-    GOOD
-    NO_SEQUENCES
-    NUM_SEQUENCES
-    NULL_SEQUENCE
-    OTHER_POOL
-    FREED
-    TWICE
-    NO_TABLES
-    STARTS
-
-
 cdef class PoolHandle(Handle):
-    cdef object cache
     cdef PagedBatches batches
     cdef bint plain_tables     # tables of block ids alone tell what is read: no windows, and no float rows next to blocks
 
-    cdef int new_sequence(self, kvfast_cache **sequence) noexcept with gil
-    cdef int match_prefix(self, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
-                          kvfast_cache **sequence) noexcept with gil
-    cdef Py_ssize_t num_free_blocks(self) noexcept with gil
     cdef int append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil
     cdef int attend(self, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
                     const kvfast_rows *out) noexcept nogil
     cdef int advance(self, const kvfast_batch *batch, const int64_t *token_ids) noexcept with gil
-    cdef kv_batch_code code_of(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct, Py_ssize_t *at) noexcept nogil
+    cdef bint fits(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct, kv_refusal *refusal) noexcept nogil
     cdef int check(self, const kvfast_batch *batch, Py_ssize_t num_tokens, str rows, bint distinct) except -1
     cdef bint append_in_place(self, Py_ssize_t layer, const kvfast_batch *batch, const kv_rows *k, const kv_rows *v) noexcept nogil
     cdef bint write_in_place(self, Py_ssize_t layer, const int64_t *slots, const kv_rows *k, const kv_rows *v) noexcept nogil

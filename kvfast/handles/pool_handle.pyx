@@ -8,6 +8,7 @@ from libc.stdlib cimport calloc, free, malloc, qsort
 from libc.string cimport memcpy
 
 from kvfast.attention.cascade cimport (find_prefixes, free_prefixes, gains_nothing, kv_prefixes, set_shareable, share_nothing)
+from kvfast.attention.refusals cimport DIMENSION, VALUE, kv_refusal, refuse
 from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_layout
 from kvfast.codec.encode cimport WRITTEN, check_rows, check_storable, encode_rows, work_of
@@ -15,9 +16,9 @@ from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.checks cimport check_layer
 from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.handles.arguments cimport ids_of
-from kvfast.handles.cache_handle cimport CacheHandle, pointer_to
+from kvfast.handles.cache_handle cimport CacheHandle
 from kvfast.handles.handle cimport Handle, kv_c_call, next_slots
-from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_cache, kvfast_options, kvfast_rows
+from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_options, kvfast_rows
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.memory.buffer_layers cimport clean_slots
 from kvfast.storage.sequences.segments cimport free_segments
@@ -53,35 +54,6 @@ cdef class PoolHandle(Handle):
         self.pool = self.batches.pool
         self.plain_tables = self.pool.floats is None and not isinstance(self.batches.kind, RingTable)
 
-    cdef int new_sequence(self, kvfast_cache **sequence) noexcept with gil:
-        try:
-            if sequence == NULL:
-                raise ValueError("sequence must point to where the new sequence goes, got NULL")
-            sequence[0] = pointer_to(self.cache.new_sequence())
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-    cdef int match_prefix(self, const int64_t *token_ids, Py_ssize_t n, const void *salt, Py_ssize_t salt_nbytes,
-                          kvfast_cache **sequence) noexcept with gil:
-        try:
-            if sequence == NULL:
-                raise ValueError("sequence must point to where the new sequence goes, got NULL")
-            if salt_nbytes < 0 or (salt == NULL and salt_nbytes > 0):
-                raise ValueError(f"salt must point to salt_nbytes bytes, got {salt_nbytes} and "
-                                 + ("NULL" if salt == NULL else "an address"))
-            given = (<const char *>salt)[:salt_nbytes] if salt_nbytes else b""
-            sequence[0] = pointer_to(self.cache.match_prefix(ids_of(token_ids, n), given))
-            return KVFAST_OK
-        except BaseException as error:
-            return self.failed(error)
-
-    cdef Py_ssize_t num_free_blocks(self) noexcept with gil:
-        try:
-            return self.cache.num_free_blocks
-        except BaseException as error:
-            return self.failed(error)
-
     cdef int advance(self, const kvfast_batch *batch, const int64_t *token_ids) noexcept with gil:
         cdef Py_ssize_t i, count
         cdef list sequences = [], counts = []
@@ -98,75 +70,60 @@ cdef class PoolHandle(Handle):
         except BaseException as error:
             return self.failed(error)
 
-    cdef kv_batch_code code_of(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct, Py_ssize_t *at) noexcept nogil:
-        """Whether a batch is valid, which has `num_tokens`; `at`: the sequence that is not. In the pool."""
+    cdef bint fits(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct, kv_refusal *refusal) noexcept nogil:
+        """Whether a batch is valid, which has `num_tokens`. In the pool. `check` names what depends on its objects."""
         cdef Py_ssize_t i
         if batch == NULL or (batch.sequences == NULL and (distinct or (batch.block_table == NULL and batch.seq_lens == NULL))):
-            return NO_SEQUENCES
+            return refuse(refusal, VALUE, b"batch must point to sequences, got NULL")
         if batch.sequences == NULL and (batch.block_table == NULL or batch.seq_lens == NULL or batch.num_sequences < 1
                                         or batch.max_blocks < 1):
-            return NO_TABLES
+            return refuse(refusal, VALUE, b"without sequences a batch must point to block_table and seq_lens, of at least one sequence "
+                          b"and block, got num_sequences {0} and max_blocks {1}{null}", batch.num_sequences, batch.max_blocks)
         if batch.num_sequences < 1:
-            return NUM_SEQUENCES
+            return refuse(refusal, VALUE, b"num_sequences must be at least 1, got {0}", batch.num_sequences)
         for i in range(batch.num_sequences if batch.sequences != NULL else 0):
-            at[0] = i
             if batch.sequences[i] == NULL:
-                return NULL_SEQUENCE
+                return refuse(refusal, VALUE, b"sequences[{0}] must be a sequence of this pool, got NULL: see new_sequence() and "
+                              b"fork()", i)
             if <void *>(<CacheHandle>batch.sequences[i]).pool != <void *>self.pool:
-                return OTHER_POOL
+                return refuse(refusal, VALUE, b"sequences[{0}] must be a sequence of this pool, got a {kind} that has other blocks: "
+                              b"restore() its snapshot() into a sequence of this pool", i)
             if (<CacheHandle>batch.sequences[i]).is_closed():
-                return FREED
-        if distinct and _has_one_twice(batch, at):
-            return TWICE
-        if _start(batch, 0) != 0 or _start(batch, batch.num_sequences) != num_tokens:
-            return STARTS
+                return refuse(refusal, VALUE, b"sequences[{0}] must be a sequence that is in use, got one that has been freed", i)
+        if distinct and not _are_distinct(batch, refusal):
+            return False
         for i in range(batch.num_sequences):
             if _start(batch, i) > _start(batch, i + 1):
-                return STARTS
-        return GOOD
+                num_tokens = -1
+        if _start(batch, 0) != 0 or _start(batch, batch.num_sequences) != num_tokens:
+            return refuse(refusal, DIMENSION, b"starts must rise from 0 to the {tokens} tokens of {rows} in {0} entries, got {starts}",
+                          batch.num_sequences + 1)
+        return True
 
     cdef int check(self, const kvfast_batch *batch, Py_ssize_t num_tokens, str rows, bint distinct) except -1:
-        """Raise for a batch that `code_of` refuses. `rows`: the name of what has `num_tokens`."""
-        cdef Py_ssize_t at = 0, i
-        cdef kv_batch_code code = self.code_of(batch, num_tokens, distinct, &at)
-        if code == NO_SEQUENCES:
-            raise ValueError("batch must point to sequences, got NULL")
-        if code == NUM_SEQUENCES:
-            raise ValueError(f"num_sequences must be at least 1, got {batch.num_sequences}")
-        if code == NULL_SEQUENCE:
-            raise ValueError(f"sequences[{at}] must be a sequence of this pool, got NULL: see new_sequence() and fork()")
-        if code == OTHER_POOL:
-            raise ValueError(f"sequences[{at}] must be a sequence of this pool, got a "
-                             f"{type((<CacheHandle>batch.sequences[at]).cache).__name__} that has other blocks: restore() its "
-                             f"snapshot() into a sequence of this pool")
-        if code == FREED:
-            raise ValueError(f"sequences[{at}] must be a sequence that is in use, got one that has been freed")
-        if code == TWICE:
-            i = 0
-            while (<CacheHandle>batch.sequences[i]).tables[0] != (<CacheHandle>batch.sequences[at]).tables[0]:
-                i += 1
-            raise ValueError(f"sequences[{at}] must be another than sequences[{i}]: a call appends to a sequence once, all of its "
-                             f"tokens one after the other")
-        if code == NO_TABLES:
-            raise ValueError(f"without sequences a batch must point to block_table and seq_lens, of at least one sequence and block, "
-                             f"got num_sequences {batch.num_sequences} and max_blocks {batch.max_blocks}"
-                             + ("" if batch.block_table != NULL else ", block_table NULL")
-                             + ("" if batch.seq_lens != NULL else ", seq_lens NULL"))
-        if code == STARTS:
-            starts = [_start(batch, i) for i in range(batch.num_sequences + 1)]
-            got = "NULL, which is for one token of each sequence" if batch.starts == NULL else shown(starts)
-            raise DimensionMismatchError(f"starts must rise from 0 to the {num_tokens} tokens of {rows} in {len(starts)} entries, "
-                                         f"got {got}")
-        return 0
+        """Raise for a batch that does not fit. `rows`: the name of what has `num_tokens`."""
+        cdef kv_refusal refusal
+        cdef dict told = {"tokens": num_tokens, "rows": rows}
+        if self.fits(batch, num_tokens, distinct, &refusal):
+            return 0
+        if b"{kind}" in refusal.text:
+            told["kind"] = type((<CacheHandle>batch.sequences[refusal.numbers[0]]).cache).__name__
+        if b"{null}" in refusal.text:
+            told["null"] = ", block_table NULL" * (batch.block_table == NULL) + ", seq_lens NULL" * (batch.seq_lens == NULL)
+        if b"{starts}" in refusal.text:
+            told["starts"] = ("NULL, which is for one token of each sequence" if batch.starts == NULL
+                              else shown([batch.starts[i] for i in range(refusal.numbers[0])]))
+        raise (DimensionMismatchError if refusal.error == DIMENSION else ValueError)(
+            refusal.text.decode().format(*refusal.numbers, **told))
 
     cdef int append(self, int layer, const kvfast_batch *batch, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
         cdef kv_rows keys, values
-        cdef Py_ssize_t at
+        cdef kv_refusal refusal
         cdef bint done = False
         if 0 <= layer < self.pool.num_layers and self.split_pair(self.pool.layouts + layer, k, v, &keys, &values) and self.try_enter():
             if batch != NULL and batch.sequences == NULL:
                 done = self.write_in_place(layer, batch.slots, &keys, &values)
-            elif keys.tokens <= FEW_TOKENS and self.code_of(batch, keys.tokens, True, &at) == GOOD:
+            elif keys.tokens <= FEW_TOKENS and self.fits(batch, keys.tokens, True, &refusal):
                 done = self.append_in_place(layer, batch, &keys, &values)
             self.leave()
         return KVFAST_OK if done else self.append_blocks(layer, batch, k, v)
@@ -263,11 +220,11 @@ cdef class PoolHandle(Handle):
 
     cdef int describe_batch(self, kv_c_call *call, const kvfast_batch *batch, kv_member **members, void **keepalive) noexcept nogil:
         """Describe the sequences of a batch, or the rows of tables, to attention; returns a code. `keepalive`: who owns the tables."""
-        cdef Py_ssize_t at = 0, i
+        cdef Py_ssize_t i
         cdef kv_member *member
         cdef bint done
         call.request.is_batch = True
-        if self.code_of(batch, call.request.q.tokens, False, &at) != GOOD:
+        if not self.fits(batch, call.request.q.tokens, False, &call.refusal):
             return self.wrong_batch(batch, call.request.q.tokens)
         call.request.span_counts, call.request.parent_counts = batch.span_counts, batch.parent_counts
         if not fit_window(self.batches.kind, &call.request, &call.refusal):
@@ -360,8 +317,8 @@ cdef int _compare(const void *a, const void *b) noexcept nogil:
     return (first > second) - (first < second)
 
 
-cdef bint _has_one_twice(const kvfast_batch *batch, Py_ssize_t *at) noexcept nogil:
-    """Whether a sequence comes twice in a batch; `at`: where it comes again."""
+cdef bint _are_distinct(const kvfast_batch *batch, kv_refusal *refusal) noexcept nogil:
+    """Whether no sequence comes twice in a batch."""
     cdef Py_ssize_t count = batch.num_sequences, i, j
     cdef size_t *tables = <size_t *>malloc(count * sizeof(size_t)) if count > FEW_SEQUENCES else NULL
     cdef bint found = tables == NULL
@@ -375,9 +332,9 @@ cdef bint _has_one_twice(const kvfast_batch *batch, Py_ssize_t *at) noexcept nog
     for i in range(count if found else 0):
         for j in range(i):
             if (<CacheHandle>batch.sequences[i]).tables[0] == (<CacheHandle>batch.sequences[j]).tables[0]:
-                at[0] = i
-                return True
-    return False
+                return refuse(refusal, VALUE, b"sequences[{0}] must be another than sequences[{1}]: a call appends to a sequence once, "
+                              b"all of its tokens one after the other", i, j)
+    return True
 
 
 cdef tuple _tables_of(const kvfast_batch *batch):

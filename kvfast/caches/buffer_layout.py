@@ -22,9 +22,7 @@ class BufferLayout:
 
     Attributes
     ----------
-    num_blocks : int
-    block_size : int
-        Tokens of a block.
+    num_blocks, block_size : int
     block_nbytes : tuple of int
         Bytes of one block of each layer, scales and padding included: head after head, the keys of a head before its values.
         In latent rows, the latents come before the rotary parts.

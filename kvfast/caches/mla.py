@@ -39,16 +39,12 @@ class MLAKVCache(SequenceCache):
         1 to 512.
     rope_dim : int
         Elements of the rotary part, 0 to 128; 0 for none.
-    max_seq_len : int, optional
-        As in `KVCache`.
     dtype : str, dtype or KVFormat, or a list of them with one per layer
         As in `KVCache`, with the latent in place of the keys and the rotary part in place of the values: with
         ``"int8/bfloat16"`` the latent is INT8 and the rotary part bfloat16. ``"int8"`` and ``"int4"`` rotate both by a
         Hadamard transform; ``"int4"`` then has a Gaussian codebook and a scale per token. Formats that seal blocks
         (`centring`, `per_channel`) or keep first tokens as floats are refused.
-    block_size : int, optional
-        As in `KVCache`; 64 by default.
-    secure, max_state_bytes
+    max_seq_len, block_size, secure, max_state_bytes
         As in `KVCache`.
 
     Notes

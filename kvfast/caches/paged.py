@@ -23,14 +23,12 @@ class PagedKVCache(Pool):
 
     Parameters
     ----------
-    num_layers, num_kv_heads, head_dim : int
+    num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim
         As in `KVCache`.
     num_blocks : int
         Blocks of the pool. A block has all layers.
     block_size : int
         Tokens of a block: 16, 32, 64, 128 or 256; by default 64, or what the format requires.
-    dtype, k_dtype, v_dtype
-        As in `KVCache`.
     secure : bool
         As in `KVCache`: a block is overwritten before another sequence or the system gets it.
     sliding_window : int, optional
@@ -39,8 +37,6 @@ class PagedKVCache(Pool):
         Number of first tokens that a sequence always keeps and sees, at most `sliding_window`.
     rollback : int
         With a window: how far `Sequence.truncate` can go back from the longest the sequence has been.
-    v_head_dim : int, optional
-        As in `KVCache`.
     buffer : buffer of bytes, or one array per layer, optional
         Memory of the caller that the blocks lie in, as `buffer_layout` describes it: one piece of memory, layer after layer and
         block after block; or for each layer an array of shape (num_blocks, ...). The distance of its blocks may be any multiple

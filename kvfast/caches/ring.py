@@ -29,26 +29,18 @@ class RingKVCache(SequenceCache):
 
     Parameters
     ----------
-    num_layers, num_kv_heads, head_dim : int
+    num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, secure, block_size, v_head_dim, max_state_bytes
         As in `KVCache`.
     sliding_window : int, or a list with one per layer
         Tokens that a query sees, itself included. None in a list stands for a layer that keeps everything, for models
         that mix local and global layers.
     num_sink_tokens : int
         Number of first tokens that layers with a window always keep and see, at most the smallest window.
-    dtype, k_dtype, v_dtype
-        As in `KVCache`.
     rollback : int
         How far `truncate` can go back from the longest the cache has been.
     rope : Rope, optional
         The rotation of the model: pass keys and queries without rotary embedding, and the cache rotates them. It uses positions
         among the tokens that it holds, so the sink tokens stay directly before the window, however far the window has moved.
-    secure, block_size
-        As in `KVCache`.
-    v_head_dim : int, or a list with one per layer, optional
-        As in `KVCache`.
-    max_state_bytes : int, optional
-        As in `KVCache`.
 
     Raises
     ------

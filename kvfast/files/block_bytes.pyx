@@ -282,7 +282,7 @@ def arrays(SequenceStorage storage):
     try:
         return _targets(storage, {table: (_straight(table), _tail(table), 0) for table in storage.tables}, True)
     finally:
-        storage.leave_reading()
+        storage.pool.leave_reading()
 
 
 cdef list _targets(SequenceStorage storage, dict sources, bint copies):

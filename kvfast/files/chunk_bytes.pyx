@@ -48,7 +48,7 @@ def count_chunk_blocks(SequenceStorage storage):
                     count = i
                     break
     finally:
-        storage.leave_reading()
+        storage.pool.leave_reading()
     return count
 
 

@@ -13,7 +13,6 @@ from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.handles.handle cimport Handle, kv_c_call, next_slots
 from kvfast.handles.header cimport KVFAST_OK, kvfast_cache, kvfast_options, kvfast_rows
 from kvfast.storage.sequences.segments cimport free_segments
-from kvfast.storage.sequences.sequence cimport describe, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.caches.sequence_cache import SequenceCache, storage_in
@@ -67,7 +66,7 @@ cdef class CacheHandle(Handle):
         cdef bint done = False
         if self.has(layer) and self.try_enter():
             done = not self.is_closed() and self.append_in_place(<BlockTable>self.tables[layer], self.layers[layer], k, v)
-            self.leave()
+            self.pool.leave()
         return KVFAST_OK if done else self.append_blocks(layer, k, v)
 
     cdef int append_blocks(self, int layer, const kvfast_rows *k, const kvfast_rows *v) noexcept with gil:
@@ -109,17 +108,17 @@ cdef class CacheHandle(Handle):
             memset(&member, 0, sizeof(member))
             code = self.read_layer(&call, <BlockTable>self.tables[layer], self.layers[layer], &member)
             free_segments(&member, 1)
-            self.leave_reading()
+            self.pool.leave_reading()
         return code
 
     cdef int read_layer(self, kv_c_call *call, BlockTable table, Py_ssize_t layer, kv_member *member) noexcept nogil:
         cdef const kv_layout *layout = table.pool.layouts + layer
         cdef int code = self.freed() if self.is_closed() else self.open_call(call, layout, self.storage.reads_as)
-        if code == KVFAST_OK and not fit_window(table, &call.request, &call.refusal):
+        if code == KVFAST_OK and not table.fit_window(&call.request.options, &call.refusal):
             code = self.refused(call)
         if code != KVFAST_OK:
             return code
-        describe(table, layer, member)
+        table.describe(layer, member)
         if self.storage.segments is not None:
             code = self.describe_segments(table, layer, call.layer, member)
             if code != KVFAST_OK:
@@ -138,7 +137,7 @@ cdef class CacheHandle(Handle):
         cdef bint done = False
         if n > 0 and not self.is_paged and self.try_enter():
             done = self.count_tokens(n)
-            self.leave()
+            self.pool.leave()
         return KVFAST_OK if done else self.seal_tokens(n)
 
     cdef int seal_tokens(self, Py_ssize_t n) noexcept with gil:

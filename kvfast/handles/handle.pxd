@@ -32,10 +32,8 @@ cdef class Handle:
     cdef char text[MOST_TEXT]
 
     cdef bint try_enter(self) noexcept nogil
-    cdef void leave(self) noexcept nogil
     cdef int enter_reading(self) noexcept nogil
     cdef int tidy_and_read(self) noexcept with gil
-    cdef void leave_reading(self) noexcept nogil
     cdef bint split_pair(self, const kv_layout *layout, const kvfast_rows *k, const kvfast_rows *v, kv_rows *keys,
                          kv_rows *values) noexcept nogil
     cdef tuple open_pair(self, const kv_layout *layout, const kvfast_rows *k, const kvfast_rows *v)

@@ -26,16 +26,13 @@ cdef extern from "Python.h" nogil:
 cdef class Handle:
     cdef bint try_enter(self) noexcept nogil:
         """Enter alone, if no other thread is in the pool, and if no released blocks wait to be returned, which only Python can do; else
-        False. `leave` is the inverse."""
+        False."""
         if not self.pool.try_enter():
             return False
         if PyList_GET_SIZE(<void *>self.pool.to_release) == 0:
             return True
-        self.leave()
-        return False
-
-    cdef void leave(self) noexcept nogil:
         self.pool.leave()
+        return False
 
     cdef int enter_reading(self) noexcept nogil:
         """Enter a call that only reads; returns a code."""
@@ -51,9 +48,6 @@ cdef class Handle:
             return KVFAST_OK
         except BaseException as error:
             return self.failed(error)
-
-    cdef void leave_reading(self) noexcept nogil:
-        self.pool.leave_reading()
 
     cdef bint split_pair(self, const kv_layout *layout, const kvfast_rows *k, const kvfast_rows *v, kv_rows *keys,
                          kv_rows *values) noexcept nogil:

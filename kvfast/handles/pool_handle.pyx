@@ -22,7 +22,6 @@ from kvfast.handles.header cimport KVFAST_OK, kvfast_batch, kvfast_options, kvfa
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.memory.buffer_layers cimport clean_slots
 from kvfast.storage.sequences.segments cimport free_segments
-from kvfast.storage.sequences.sequence cimport describe, fit_window
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 
@@ -125,7 +124,7 @@ cdef class PoolHandle(Handle):
                 done = self.write_in_place(layer, batch.slots, &keys, &values)
             elif keys.tokens <= FEW_TOKENS and self.fits(batch, keys.tokens, True, &refusal):
                 done = self.append_in_place(layer, batch, &keys, &values)
-            self.leave()
+            self.pool.leave()
         return KVFAST_OK if done else self.append_blocks(layer, batch, k, v)
 
     cdef bint append_in_place(self, Py_ssize_t layer, const kvfast_batch *batch, const kv_rows *k, const kv_rows *v) noexcept nogil:
@@ -215,7 +214,7 @@ cdef class PoolHandle(Handle):
             free(members)
         if keepalive != NULL:
             _drop(keepalive)
-        self.leave_reading()
+        self.pool.leave_reading()
         return code
 
     cdef int describe_batch(self, kv_c_call *call, const kvfast_batch *batch, kv_member **members, void **keepalive) noexcept nogil:
@@ -227,7 +226,7 @@ cdef class PoolHandle(Handle):
         if not self.fits(batch, call.request.q.tokens, False, &call.refusal):
             return self.wrong_batch(batch, call.request.q.tokens)
         call.request.span_counts, call.request.parent_counts = batch.span_counts, batch.parent_counts
-        if not fit_window(self.batches.kind, &call.request, &call.refusal):
+        if not self.batches.kind.fit_window(&call.request.options, &call.refusal):
             return self.refused(call)
         members[0] = <kv_member *>calloc(batch.num_sequences, sizeof(kv_member))
         done = members[0] != NULL
@@ -239,7 +238,7 @@ cdef class PoolHandle(Handle):
             elif (<CacheHandle>batch.sequences[i]).storage.segments is not None:
                 done = False
             else:
-                describe(<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0], call.layer, member)
+                (<BlockTable>(<CacheHandle>batch.sequences[i]).tables[0]).describe(call.layer, member)
             set_shareable(member, self.pool.layouts + call.layer)
         return KVFAST_OK if done else self.describe_others(call, batch, members[0], keepalive)
 

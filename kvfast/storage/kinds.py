@@ -32,7 +32,7 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False, max_st
         pool = BlockPool(1, settings["num_heads"], config.head_dim, BLOCK_SIZE, [config.format], GROW_BLOCKS, grows=True)
         table = RingTable(pool, 0, 0, 0)
         return SequenceStorage([table], [(table, 0)])
-    formats, rope_dim = settings["dtype"], settings.get("rope_dim")
+    formats = settings["dtype"]
     block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
     if max_seq_len is not None:
         max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
@@ -40,22 +40,12 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False, max_st
     for layer, one in enumerate(zip(_windows(settings), *_shapes(settings))):
         groups.setdefault(one, []).append(layer)
     tables, places = [], [None] * settings["num_layers"]
-    for (window, num_kv_heads, head_dim, v_head_dim), layers in groups.items():
+    for (window, *shape), layers in groups.items():
         num_blocks = GROW_BLOCKS if max_seq_len is None else -(-max_seq_len // block_size)
         if window is not None:
             num_blocks = ring_blocks(window + settings["rollback"], settings["num_sink_tokens"], block_size)
-        pool = BlockPool(
-            len(layers),
-            num_kv_heads,
-            head_dim,
-            block_size,
-            [formats[layer] for layer in layers],
-            num_blocks,
-            grows=max_seq_len is None,
-            rope_dim=rope_dim,
-            secure=secure,
-            v_head_dim=v_head_dim,
-        )
+        own = [formats[layer] for layer in layers]
+        pool = _blocks(settings, own, shape, block_size, num_blocks, secure, grows=max_seq_len is None)
         table = _table_of(pool, settings, window)
         tables.append(table)
         for place, layer in enumerate(layers):
@@ -66,23 +56,19 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False, max_st
 def pool_of(settings, num_blocks, block_size=None, secure=False, buffer=None):
     """The storage of many sequences with these settings, whose layers are all alike; `buffer`: a caller's memory, or None."""
     (shape,), (window,) = set(zip(*_shapes(settings))), set(_windows(settings))
-    num_kv_heads, head_dim, v_head_dim = shape
     if num_blocks is None:
         raise TypeError("num_blocks must be an integer, got None")
-    pool = BlockPool(
-        settings["num_layers"],
-        num_kv_heads,
-        head_dim,
-        check_block_size(block_size_of(settings["dtype"], block_size, BLOCK_SIZE)),
-        settings["dtype"],
-        num_blocks,
-        is_shared=True,
-        rope_dim=settings.get("rope_dim"),
-        secure=check_flag(secure, "secure"),
-        v_head_dim=v_head_dim,
-        buffer=buffer,
-    )
+    block_size = check_block_size(block_size_of(settings["dtype"], block_size, BLOCK_SIZE))
+    secure = check_flag(secure, "secure")
+    pool = _blocks(settings, settings["dtype"], shape, block_size, num_blocks, secure, is_shared=True, buffer=buffer)
     return PagedBatches(_table_of(pool, settings, window))
+
+
+def _blocks(settings, formats, shape, block_size, num_blocks, secure, **more):
+    """A pool for layers with these formats."""
+    num_kv_heads, head_dim, v_head_dim = shape
+    more |= {"secure": secure, "v_head_dim": v_head_dim, "rope_dim": settings.get("rope_dim")}
+    return BlockPool(len(formats), num_kv_heads, head_dim, block_size, formats, num_blocks, **more)
 
 
 def _table_of(pool, settings, window):

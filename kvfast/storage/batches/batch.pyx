@@ -23,7 +23,7 @@ from kvfast.storage.batches.scheduler_blocks cimport SchedulerBlocks
 from kvfast.storage.memory.buffer_layers cimport clean_slots
 from kvfast.storage.memory.prefix_index cimport PrefixIndex
 from kvfast.storage.sequences.segments cimport free_segments
-from kvfast.storage.sequences.sequence cimport SequenceStorage, fit_window
+from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 from kvfast.storage.tables.token_life cimport coded_at
@@ -232,7 +232,8 @@ cdef class PagedBatches:
         else:
             self.pool.enter()
         try:
-            self.kind.limit(&window, &num_sink_tokens)
+            if isinstance(self.kind, RingTable):
+                window, num_sink_tokens = (<RingTable>self.kind).window, (<RingTable>self.kind).num_sink_tokens
             if window and self.scheduler is not None:
                 self._check_external()
             batch = prepare(self.pool, block_table, seq_lens, checked_starts(cu_seqlens_q, count, -1), window, num_sink_tokens)
@@ -420,7 +421,7 @@ cdef class PagedBatches:
             seq_lens = self._check_batch(storages, block_table, seq_lens)
             count = _count(storages, block_table, seq_lens)
             request = open_request(layout, q, options, "the batch", self.reads_as, None, count)
-            if not fit_window(self.kind, &request.c, &refusal):
+            if not self.kind.fit_window(&request.c.options, &refusal):
                 raise_refusal(&refusal, request)
             members = <kv_member *>calloc(count, sizeof(kv_member))
             if members == NULL:

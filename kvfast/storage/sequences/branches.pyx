@@ -66,7 +66,7 @@ def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
             table.length = complete - storage.base
         storage._trim_surplus()
     finally:
-        storage._leave()
+        storage.pool.leave()
 
 
 cdef object _integers(keep):

@@ -180,7 +180,7 @@ def evict(SequenceStorage storage, Py_ssize_t window):
         table.evict(window)
         return before - table.num_held()
     finally:
-        storage._leave()
+        storage.pool.leave()
 
 
 def push(SequenceStorage storage, k, v):
@@ -193,7 +193,7 @@ def push(SequenceStorage storage, k, v):
         table.append(0, keys, values, NULL)
         table.advance(keys.rows.tokens)
     finally:
-        storage._leave()
+        storage.pool.leave()
 
 
 def scores(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, bint softmax, num_threads):
@@ -222,7 +222,7 @@ def scores(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, bint s
         if softmax:
             for_each(&team, _to_weights, &call, queries.rows.heads, STATIC)
     finally:
-        storage.leave_reading()
+        storage.pool.leave_reading()
     if failed & NO_MEMORY:
         raise MemoryError("cannot allocate the working memory of scores")
     if failed:
@@ -248,7 +248,7 @@ def attend_heads(SequenceStorage storage, q, Py_ssize_t head, Py_ssize_t count, 
         member.length, member.num_queries = member.context.length, 1
         return answer(request, &part.layout, table.pool.workspace, &member, 1)
     finally:
-        storage.leave_reading()
+        storage.pool.leave_reading()
 
 
 def rows_of(SequenceStorage storage, Py_ssize_t head, Py_ssize_t count, bint values):
@@ -266,4 +266,4 @@ def rows_of(SequenceStorage storage, Py_ssize_t head, Py_ssize_t count, bint val
         part = heads_of(table.pool, head, count)
         return decode_tokens(&part.layout, positions, slots, table.length, values)
     finally:
-        storage.leave_reading()
+        storage.pool.leave_reading()

@@ -1,19 +1,17 @@
 """All layers of one sequence."""
-from kvfast.attention.refusals cimport kv_refusal
-from kvfast.attention.request cimport kv_request
 from kvfast.attention.sight cimport kv_member
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.sequences.segments cimport Segment
 from kvfast.storage.tables.block_table cimport BlockTable
 
 
-cdef bint fit_window(BlockTable table, kv_request *request, kv_refusal *refusal) noexcept nogil
-cdef void describe(BlockTable table, Py_ssize_t layer, kv_member *member) noexcept nogil
-
-
 cdef class SequenceStorage:
     cdef readonly list tables          # of BlockTable: one for each group of layers with the same window and shape
     cdef list layer_tables             # (table, layer in it) for each layer
+    cdef BlockPool pool                # of the first table, which guards those of all
+    cdef readonly object rope_dim      # as of the pool
+    cdef readonly bint secure
+    cdef readonly int block_size
     cdef readonly Py_ssize_t num_layers
     cdef Py_ssize_t most               # most tokens, or -1: any number
     cdef int reads_as                  # a kv_precision, of calls that name none
@@ -23,12 +21,9 @@ cdef class SequenceStorage:
     cdef public object checkpoints     # a `Checkpoints`, of a model with recurrent states; else None
 
     cdef BlockTable _table(self, object index, Py_ssize_t *layer)
-    cdef BlockPool _pool(self)
     cdef int _check_open(self) except -1
     cdef int _enter(self) except -1
-    cdef int _leave(self) except -1
     cdef int enter_reading(self) except -1
-    cdef int leave_reading(self) except -1
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
     cdef int _check_advance(self, Py_ssize_t n, str name) except -1
     cdef int fill(self, BlockTable table, Py_ssize_t layer, Py_ssize_t index, kv_member *member) except -1

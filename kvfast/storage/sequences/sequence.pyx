@@ -6,9 +6,8 @@ import numpy as np
 from libc.string cimport memset
 
 from kvfast.attention.indexer cimport best_positions
-from kvfast.attention.options cimport kvfast_options
-from kvfast.attention.refusals cimport VALUE, kv_refusal, refuse
-from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request, raise_refusal
+from kvfast.attention.refusals cimport kv_refusal
+from kvfast.attention.request cimport Request, imagined_rows, open_request, raise_refusal
 from kvfast.attention.run cimport answer
 from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_layout, view_of
@@ -28,25 +27,6 @@ from kvfast.core.checks import check_choice
 from kvfast.core.kernels import name_of_precision
 from kvfast.core.text import shown
 from kvfast.errors import CacheFullError
-
-
-cdef bint fit_window(BlockTable table, kv_request *request, kv_refusal *refusal) noexcept nogil:
-    """Fill in the window and sink tokens of a ring's request. It may ask for less than the ring keeps, not for more."""
-    cdef kvfast_options *options = &request.options
-    if table.limit(&options.sliding_window, &options.num_sink_tokens):
-        return True
-    if options.sliding_window > (<RingTable>table).window:
-        return refuse(refusal, VALUE, b"sliding_window must be at most the {0} tokens that the ring keeps, got {1}",
-                      (<RingTable>table).window, options.sliding_window)
-    return refuse(refusal, VALUE, b"num_sink_tokens must be at most the {0} that the ring keeps, got {1}",
-                  (<RingTable>table).num_sink_tokens, options.num_sink_tokens)
-
-
-cdef void describe(BlockTable table, Py_ssize_t layer, kv_member *member) noexcept nogil:
-    """Describe a layer's tokens to attention, but for those of segments."""
-    table.context(layer, &member.context)
-    member.length, member.uncounted = table.lengths[layer], table.lengths[layer] - table.length
-    member.held_from = table.held_from()
 
 
 cdef tuple _shape_of(BlockTable table):
@@ -72,7 +52,7 @@ def advance_all(list sequences, list counts, list begins):
             for table in one.tables:
                 table.advance(n)
     finally:
-        first._leave()
+        first.pool.leave()
 
 
 cdef class SequenceStorage:
@@ -80,7 +60,8 @@ cdef class SequenceStorage:
 
     def __init__(self, list tables, list layer_tables, max_seq_len=None, checkpoints=None, precision=None):
         self.tables, self.layer_tables, self.max_seq_len, self.checkpoints = tables, layer_tables, max_seq_len, checkpoints
-        self.num_layers, self.precision = len(layer_tables), precision
+        self.num_layers, self.precision, self.pool = len(layer_tables), precision, (<BlockTable>tables[0]).pool
+        self.rope_dim, self.secure, self.block_size = self.pool.rope_dim, self.pool.secure, self.pool.block_size
 
     @property
     def max_seq_len(self):
@@ -105,29 +86,21 @@ cdef class SequenceStorage:
         return (<BlockTable>self.tables[0]).check_open()
 
     cdef int _enter(self) except -1:
-        self._pool().enter()
+        self.pool.enter()
         try:
             self._check_open()  # not before: another thread may be about to close it
         except BaseException:
-            self._pool().leave()
+            self.pool.leave()
             raise
-        return 0
-
-    cdef int _leave(self) except -1:
-        self._pool().leave()
         return 0
 
     cdef int enter_reading(self) except -1:
-        self._pool().enter_reading()
+        self.pool.enter_reading()
         try:
             self._check_open()
         except BaseException:
-            self._pool().leave_reading()
+            self.pool.leave_reading()
             raise
-        return 0
-
-    cdef int leave_reading(self) except -1:
-        self._pool().leave_reading()
         return 0
 
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:
@@ -150,7 +123,7 @@ cdef class SequenceStorage:
                 transform.fit(keys.rows.tokens, table.lengths[layer] + self.base)
             table.append(layer, keys, values, NULL if transform is None else &transform.c)
         finally:
-            self._leave()
+            self.pool.leave()
 
     def write(self, index, qkv, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
         """Append the keys and values of a fused projection; returns its queries."""
@@ -168,7 +141,7 @@ cdef class SequenceStorage:
             table.append(layer, parts.k, parts.v, &of_k.c)
             return q
         finally:
-            self._leave()
+            self.pool.leave()
 
     def attend(self, index, q, dict options, sink_q=None, Py_ssize_t made_for=-1):
         """The output of `attend`, or for imagined queries its AttendPlan. `sink_q`: queries for the sink tokens. `made_for`: the layer
@@ -185,7 +158,7 @@ cdef class SequenceStorage:
             if made_for >= 0 and made_for != held:
                 raise RuntimeError(f"another thread has changed layer {index}: it held {made_for} tokens, and holds {held} now")
             request = open_request(&table.pool.layouts[layer], q, options, f"layer {index}", self.reads_as, sink_q)
-            if not fit_window(table, &request.c, &refusal):
+            if not table.fit_window(&request.c.options, &refusal):
                 raise_refusal(&refusal, request)
             self.fill(table, layer, check_layer(index, self.num_layers), &member)
             member.num_queries = request.c.q.tokens
@@ -193,11 +166,11 @@ cdef class SequenceStorage:
                           if request.c.q.data == NULL else None)
         finally:
             free_segments(&member, 1)
-            self.leave_reading()
+            self.pool.leave_reading()
 
     cdef int fill(self, BlockTable table, Py_ssize_t layer, Py_ssize_t index, kv_member *member) except -1:
         """Describe the tokens of a layer to attention, with their segments, which `free_segments` frees."""
-        describe(table, layer, member)
+        table.describe(layer, member)
         if self.segments is not None:
             member.length += self.base
             member.held_from = 0
@@ -212,7 +185,7 @@ cdef class SequenceStorage:
         cdef Rows rows = open_rows(q, "q")
         self.enter_reading()
         try:
-            describe(table, layer, &member)
+            table.describe(layer, &member)
             if member.length == 0:
                 raise ValueError(f"layer {index} holds no tokens to choose from")
             if not 0 < rows.rows.tokens <= member.length:
@@ -220,7 +193,7 @@ cdef class SequenceStorage:
             member.first_query, member.num_queries = 0, rows.rows.tokens
             return best_positions(&table.pool.layouts[layer], &member, 1, rows, weights, k, num_threads)
         finally:
-            self.leave_reading()
+            self.pool.leave_reading()
 
     def explain(self, index, q, num_q_heads, dtype, dict options):
         """The AttendPlan of `attend` for an array, a shape, or a number of tokens."""
@@ -255,7 +228,7 @@ cdef class SequenceStorage:
             self.checkpoints = checkpoints
             self._trim_surplus()
         finally:
-            self._leave()
+            self.pool.leave()
 
     cdef Py_ssize_t checked_length(self, n) except -1:
         """A number of complete tokens."""
@@ -281,7 +254,7 @@ cdef class SequenceStorage:
             if then is not None:
                 then()
         finally:
-            self._leave()
+            self.pool.leave()
 
     def states_at(self, n):
         """The states after `n` tokens, or None for all of them: read-only arrays by name."""
@@ -291,7 +264,7 @@ cdef class SequenceStorage:
                 raise ValueError("this cache keeps no states: it was made without max_state_bytes")
             checkpoint = self.checkpoints.at(self.length if n is None else check_count(n, "n", 0))
         finally:
-            self.leave_reading()
+            self.pool.leave_reading()
         return checkpoint.forms.unpacked(checkpoint.data)
 
     def positions(self, index):
@@ -327,7 +300,7 @@ cdef class SequenceStorage:
             positions = self.positions(index)
             return rows_at(table, layer, positions, values), positions
         finally:
-            self.leave_reading()
+            self.pool.leave_reading()
 
     def copy(self):
         """An independent deep copy with pools of its own."""
@@ -339,7 +312,7 @@ cdef class SequenceStorage:
                 copies[table] = clone_table(table, table.pool.clone())
             return self.give_segments(self._like(copies), True)
         finally:
-            self.leave_reading()
+            self.pool.leave_reading()
 
     def share(self):
         """Another storage with the same tokens, in the same blocks."""
@@ -347,7 +320,7 @@ cdef class SequenceStorage:
         try:
             return self._shared(False)
         finally:
-            self._leave()
+            self.pool.leave()
 
     def share_counted(self, uncounted, then=None):
         """`share` without tokens that were not counted; see `check_counted`. `then` is called before another thread can come in."""
@@ -359,7 +332,7 @@ cdef class SequenceStorage:
                 then()
             return shared
         finally:
-            self._leave()
+            self.pool.leave()
 
     cdef SequenceStorage _shared(self, bint counted):
         cdef BlockTable table, other
@@ -383,20 +356,20 @@ cdef class SequenceStorage:
         self._enter()
         try:
             checkpoints = None if self.checkpoints is None else self.checkpoints.taking(other.checkpoints)
-            if other._pool() is self._pool():
+            if other.pool is self.pool:
                 self._share_blocks(other, begin)
             else:
                 other.enter_reading()
                 try:
                     self._copy_blocks(other, begin)
                 finally:
-                    other.leave_reading()
+                    other.pool.leave_reading()
             self.checkpoints = checkpoints
             self._trim_surplus()
             if then is not None:
                 then()
         finally:
-            self._leave()
+            self.pool.leave()
 
     # Both first do the steps that can fail, for all tables.
 
@@ -473,7 +446,7 @@ cdef class SequenceStorage:
         try:
             return [(<BlockTable>table).resume_state() for table in self.tables]
         finally:
-            self._leave()
+            self.pool.leave()
 
     def advance(self, n, begin=None):
         """Count `n` tokens as complete in all layers. `begin` is called with the length before."""
@@ -499,7 +472,7 @@ cdef class SequenceStorage:
         try:
             then()
         finally:
-            self._leave()
+            self.pool.leave()
 
     @property
     def length(self):
@@ -527,9 +500,6 @@ cdef class SequenceStorage:
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
         return table.lengths[layer] + self.base
-
-    cdef BlockPool _pool(self):
-        return (<BlockTable>self.tables[0]).pool
 
     cdef list all_segments(self, Py_ssize_t end):
         """All segments up to position `end` of the tables, with the tokens after those of `segments` as the last one."""
@@ -662,14 +632,6 @@ cdef class SequenceStorage:
         return self._of_layers(2)
 
     @property
-    def rope_dim(self):
-        return (<BlockTable>self.tables[0]).pool.rope_dim
-
-    @property
-    def secure(self):
-        return bool((<BlockTable>self.tables[0]).pool.secure)
-
-    @property
     def precision(self):
         """The precision of calls that name none; None: that of the process."""
         return name_of_precision(self.reads_as)
@@ -677,10 +639,6 @@ cdef class SequenceStorage:
     @precision.setter
     def precision(self, name):
         self.reads_as = parse_precision(name)
-
-    @property
-    def block_size(self):
-        return (<BlockTable>self.tables[0]).pool.block_size
 
     @property
     def nbytes_states(self):
@@ -705,4 +663,4 @@ cdef class SequenceStorage:
         cdef BlockTable table
         if self.tables is not None and not self.closed:
             for table in self.tables:
-                self._pool().release_later(table)
+                self.pool.release_later(table)

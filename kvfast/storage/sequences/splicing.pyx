@@ -68,7 +68,7 @@ cdef list _segments_in(SequenceStorage storage, SequenceStorage part):
     cdef Segment segment
     cdef FrozenTables frozen
     cdef list segments = part.all_segments((<BlockTable>part.tables[0]).length)
-    if part._pool() is storage._pool():
+    if part.pool is storage.pool:
         return _frozen(part, segments)
     copies, result = {}, []
     part.enter_reading()
@@ -81,7 +81,7 @@ cdef list _segments_in(SequenceStorage storage, SequenceStorage part):
             segment.frozen = copies[frozen]
             result.append(segment)
     finally:
-        part.leave_reading()
+        part.pool.leave_reading()
     return result
 
 
@@ -107,7 +107,7 @@ cdef int _check_room(SequenceStorage storage, list parts) except -1:
     cdef BlockTable table = storage.tables[0]
     cdef Py_ssize_t needed = 0
     for part in parts if table.pool.is_shared else ():
-        if part._pool() is not table.pool:
+        if part.pool is not table.pool:
             needed += blocks_of_copies(part.all_segments((<BlockTable>part.tables[0]).length), part.tables, table)
     return table.pool.ensure(needed) if needed else 0
 
@@ -152,7 +152,7 @@ def splice(SequenceStorage storage, list parts, ropes, Py_ssize_t recomputed, be
         storage.set_segments(segments, end, ropes)
         _settle(frozen)
     finally:
-        storage._leave()
+        storage.pool.leave()
 
 
 def drop(SequenceStorage storage, first, last, ropes, truncate, begin=None):
@@ -198,4 +198,4 @@ def drop(SequenceStorage storage, first, last, ropes, truncate, begin=None):
         _settle(frozen)
         storage._trim_surplus()
     finally:
-        storage._leave()
+        storage.pool.leave()

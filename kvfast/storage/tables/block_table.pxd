@@ -1,6 +1,9 @@
 """The tokens of a sequence."""
 from libc.stdint cimport int32_t
 
+from kvfast.attention.options cimport kvfast_options
+from kvfast.attention.refusals cimport kv_refusal
+from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_context
 from kvfast.codec.encode cimport kv_rotary
 from kvfast.core.arrays cimport Rows
@@ -61,7 +64,8 @@ cdef class BlockTable:
     cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1
     cdef int _exchange(self, Py_ssize_t count) except -1
     cdef int open(self, Py_ssize_t count) except -1
-    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil
+    cdef bint fit_window(self, kvfast_options *options, kv_refusal *refusal) noexcept nogil
+    cdef void describe(self, Py_ssize_t layer, kv_member *member) noexcept nogil
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil
     cdef int share(self, BlockTable other) except -1
     cdef int release(self) except -1

@@ -7,6 +7,9 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
+from kvfast.attention.options cimport kvfast_options
+from kvfast.attention.refusals cimport kv_refusal
+from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_context, kv_layout
 from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, write_rows
 from kvfast.core.arrays cimport Rows
@@ -125,6 +128,12 @@ cdef class BlockTable:
         context.sink_blocks = self.map.sink_blocks
         context.skipped = self.map.skipped
         context.floats_begin, context.codes_end = self.life.begins[layer], self.life.codes_end(layer, self.length)
+
+    cdef void describe(self, Py_ssize_t layer, kv_member *member) noexcept nogil:
+        """Describe a layer's tokens to attention, but for those of segments."""
+        self.context(layer, &member.context)
+        member.length, member.uncounted = self.lengths[layer], self.lengths[layer] - self.length
+        member.held_from = self.held_from()
 
     cdef bint is_writable(self, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
         """Whether there is nothing to do before a layer's positions first to last are written."""
@@ -296,9 +305,8 @@ cdef class BlockTable:
         """First position outside the sink tokens that a sequence of `length` tokens holds; see `RingTable`."""
         return 0
 
-    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
-        """Limit a window (0: none) and a number of sink tokens (0: those of the table, -1: none) to what the table keeps; False if they
-        need more."""
+    cdef bint fit_window(self, kvfast_options *options, kv_refusal *refusal) noexcept nogil:
+        """Limit the window and the sink tokens of a call to those of the table. The call may ask for less than these, not for more."""
         return True
 
     cdef int check_truncate(self, Py_ssize_t n) except -1:

@@ -3,6 +3,8 @@
 tokens before the window, so that going back that far is exact."""
 from libc.stdint cimport int32_t
 
+from kvfast.attention.options cimport kvfast_options
+from kvfast.attention.refusals cimport VALUE, kv_refusal, refuse
 from kvfast.core.checks cimport check_count
 from kvfast.core.limits cimport KV_MAX_TOKENS, KV_UNLIMITED
 from kvfast.storage.memory.pool cimport BlockPool
@@ -33,13 +35,15 @@ cdef class RingTable(BlockTable):
         self.evicted = max(self.evicted, self.length - window)
         return self.release_evicted()
 
-    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
-        if window[0] > self.window or num_sink_tokens[0] > self.num_sink_tokens:
-            return False
-        if window[0] == 0:
-            window[0] = self.window
-        if num_sink_tokens[0] == 0:
-            num_sink_tokens[0] = self.num_sink_tokens
+    cdef bint fit_window(self, kvfast_options *options, kv_refusal *refusal) noexcept nogil:
+        if options.sliding_window > self.window:
+            return refuse(refusal, VALUE, b"sliding_window must be at most the {0} tokens that the ring keeps, got {1}", self.window,
+                          options.sliding_window)
+        if options.num_sink_tokens > self.num_sink_tokens:
+            return refuse(refusal, VALUE, b"num_sink_tokens must be at most the {0} that the ring keeps, got {1}",
+                          self.num_sink_tokens, options.num_sink_tokens)
+        options.sliding_window = options.sliding_window or self.window
+        options.num_sink_tokens = options.num_sink_tokens or self.num_sink_tokens
         return True
 
     cdef Py_ssize_t _evicted_at(self, Py_ssize_t length) noexcept nogil:

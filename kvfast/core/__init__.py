@@ -6,7 +6,7 @@
 - threads, thread_pool, workers: the number of threads, the loop that they share, a pool without OpenMP, threads for Python calls
 - spin, interrupt, flags, system: idle threads, Ctrl-C, who may enter, names of operating systems
 - arrays, dlpack, interchange, checks: array and number arguments, checked and opened
-- scratch, wipe, wiped_bytes: working memory of threads, memory that is overwritten
+- scratch, wipe: working memory of threads, memory that is overwritten
 - hardware, numa, prefetching: bandwidth and peak arithmetic, memory nodes, the cache level that prefetches fill
 - file_lock, replacing: locks of files, files that appear complete
 - capabilities, text: names that another library must have, sizes for reading

@@ -13,9 +13,9 @@ from weakref import WeakSet
 
 import numpy as np
 
+from kvfast.codec.blocks import Arena
 from kvfast.core.interchange import aligned, as_array
 from kvfast.core.text import shown, size_text
-from kvfast.core.wiped_bytes import WipedBytes
 from kvfast.errors import DimensionMismatchError, MissingCheckpointError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class StateForms:
 
     def empty(self, secure: bool) -> NDArray[np.uint8]:
         """Bytes of a checkpoint that are still to be written."""
-        return np.frombuffer(WipedBytes(self.nbytes), np.uint8) if secure else np.zeros(self.nbytes, np.uint8)
+        return np.frombuffer(Arena(self.nbytes, True), np.uint8) if secure else np.zeros(self.nbytes, np.uint8)
 
     def unpacked(self, data: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """The states in the bytes of a checkpoint: read-only views."""

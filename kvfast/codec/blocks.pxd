@@ -97,6 +97,14 @@ cdef inline char *v_block_at(const kv_layout *layout, int32_t block, Py_ssize_t 
     return layout.base + v_offset_of(layout, block, head)
 
 
+cdef inline const kv_side *side_of(const kv_layout *layout, bint values) noexcept nogil:
+    return &layout.v if values else &layout.k
+
+
+cdef inline char *block_at(const kv_layout *layout, int32_t block, Py_ssize_t head, bint values) noexcept nogil:
+    return v_block_at(layout, block, head) if values else k_block_at(layout, block, head)
+
+
 cdef inline int32_t piece_of(const kv_layout *layout, int32_t block, Py_ssize_t offset) noexcept nogil:
     """The piece of the token at an offset of a block, or -1."""
     return layout.float_of[((<Py_ssize_t>block << layout.block_shift) + offset) // KV_PIECE]
@@ -163,12 +171,5 @@ cdef object set_bases(kv_layout *layout, object calibration)
 
 cdef inline char *float_row_at(const kv_layout *layout, int32_t block, Py_ssize_t offset, Py_ssize_t head, bint values) noexcept nogil:
     """The float row of a token."""
-    cdef int32_t piece = piece_of(layout, block, offset)
-    if values:
-        return v_block_at(layout.floats, piece, head) + offset % KV_PIECE * layout.floats.v.row_stride
-    return k_block_at(layout.floats, piece, head) + offset % KV_PIECE * layout.floats.k.row_stride
-
-
-cdef inline int float_dtype_of(const kv_layout *layout, bint values) noexcept nogil:
-    """Dtype of the float rows."""
-    return layout.floats.v.dtype if values else layout.floats.k.dtype
+    cdef char *rows = block_at(layout.floats, piece_of(layout, block, offset), head, values)
+    return rows + offset % KV_PIECE * side_of(layout.floats, values).row_stride

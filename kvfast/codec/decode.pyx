@@ -4,7 +4,7 @@ import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
 
-from kvfast.codec.blocks cimport (KV_FROM_STORED, change_key_basis, float_dtype_of, float_row_at, k_block_at, kv_layout, patched_from,
+from kvfast.codec.blocks cimport (KV_FROM_STORED, change_key_basis, float_row_at, k_block_at, kv_layout, patched_from, side_of,
                                   v_block_at)
 from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch
@@ -33,24 +33,27 @@ cdef void restore_floats(const kv_layout *layout, int32_t block, bint at_start, 
     """Decode the first `num_tokens` tokens of a block to float rows. With `at_start` the first `float_tokens` have theirs
     already."""
     cdef const kv_kernels *kernels = active()
-    cdef Py_ssize_t head, offset
-    cdef int k_floats = float_dtype_of(layout, False), v_floats = float_dtype_of(layout, True)
-    cdef float row[KV_MAX_HEAD_DIM]
+    cdef Py_ssize_t head, offset, i
+    cdef const kv_side *floats
+    cdef float limit, row[KV_MAX_HEAD_DIM]
+    cdef int values
     for head in range(layout.num_kv_heads):
         for offset in range(layout.float_tokens if at_start else 0, num_tokens):
-            kernels.decode_k(&layout.k, k_block_at(layout, block, head), <int>offset, row)
-            _clip(row, layout.k.head_dim, dtype_limit(k_floats))
-            kernels.from_float[k_floats](row, layout.k.head_dim, float_row_at(layout, block, offset, head, False))
-            kernels.decode_v(&layout.v, v_block_at(layout, block, head), <int>offset, row)
-            _clip(row, layout.v.head_dim, dtype_limit(v_floats))
-            kernels.from_float[v_floats](row, layout.v.head_dim, float_row_at(layout, block, offset, head, True))
+            for values in range(2):
+                floats = side_of(layout.floats, values)
+                _decode_row(kernels, layout, values, block, head, offset, row)
+                limit = dtype_limit(floats.dtype)
+                for i in range(floats.head_dim):  # the codes of a number near the limit may stand for one beyond it
+                    row[i] = min(max(row[i], -limit), limit)
+                kernels.from_float[floats.dtype](row, floats.head_dim, float_row_at(layout, block, offset, head, values))
 
 
-cdef void _clip(float *row, Py_ssize_t dim, float limit) noexcept nogil:
-    """The codes of a number near the limit may stand for one beyond it."""
-    cdef Py_ssize_t i
-    for i in range(dim):
-        row[i] = min(max(row[i], -limit), limit)
+cdef void _decode_row(const kv_kernels *kernels, const kv_layout *layout, bint values, int32_t block, Py_ssize_t head,
+                      Py_ssize_t offset, float *row) noexcept nogil:
+    if values:
+        kernels.decode_v(&layout.v, v_block_at(layout, block, head), <int>offset, row)
+    else:
+        kernels.decode_k(&layout.k, k_block_at(layout, block, head), <int>offset, row)
 
 
 cdef object decode_tokens(const kv_layout *layout, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
@@ -58,7 +61,7 @@ cdef object decode_tokens(const kv_layout *layout, const int64_t[::1] positions,
     """Keys or values of tokens in all heads, float32, rotated back. Each token has a position and a slot. If blocks are sealed,
     tokens from position `floats_begin` on are read from their float rows. NonFiniteInputError for codes beyond float32, which only
     others than kvfast can have written."""
-    cdef Py_ssize_t n = positions.shape[0], dim = layout.v.head_dim if values else layout.k.head_dim
+    cdef Py_ssize_t n = positions.shape[0], dim = side_of(layout, values).head_dim
     cdef kv_team team
     cdef kv_decode call
     cdef float[:, :, ::1] out
@@ -82,7 +85,7 @@ cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     cdef const kv_kernels *kernels = call.kernels
     cdef const kv_layout *layout = call.layout
     cdef bint values = call.values
-    cdef const kv_side *side = &layout.v if values else &layout.k
+    cdef const kv_side *side = side_of(layout, values)
     cdef float buffer[KV_MAX_HEAD_DIM]
     cdef float *row
     cdef int flags = 0
@@ -94,11 +97,9 @@ cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     for head in range(layout.num_kv_heads):
         row = &buffer[0] if call.nontemporal else out
         if floats:
-            kernels.to_float[float_dtype_of(layout, values)](float_row_at(layout, block, offset, head, values), side.head_dim, row)
-        elif values:
-            kernels.decode_v(side, v_block_at(layout, block, head), <int>offset, row)
+            kernels.to_float[side_of(layout.floats, values).dtype](float_row_at(layout, block, offset, head, values), side.head_dim, row)
         else:
-            kernels.decode_k(side, k_block_at(layout, block, head), <int>offset, row)
+            _decode_row(kernels, layout, values, block, head, offset, row)
         if not values:
             change_key_basis(kernels, layout, head, KV_FROM_STORED, row, side.head_dim, 1, row, side.head_dim)
         elif side.rotated:

@@ -5,11 +5,11 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport KV_TO_STORED, change_key_basis, changes_basis, k_block_at, kv_layout, piece_of, v_block_at
+from kvfast.codec.blocks cimport KV_TO_STORED, block_at, change_key_basis, changes_basis, kv_layout, piece_of, side_of
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows, zero_unstorable
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch
-from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
+from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_transform
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM, KV_MAX_ROTATED, KV_PIECE
 from kvfast.core.scratch cimport give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each
@@ -94,15 +94,33 @@ cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t t
     kernels.transform(<const float *>source, source_stride, num_heads, rows.dim, &transform, out, stride)
 
 
+cdef void _to_stored(const kv_kernels *kernels, const kv_layout *layout, bint values, Py_ssize_t head, const float *rows,
+                     Py_ssize_t stride, Py_ssize_t count, float *out) noexcept nogil:
+    """Bring rows of a KV head into the basis in which they are stored, one after the other. `out` may be the rows themselves."""
+    cdef Py_ssize_t dim = side_of(layout, values).head_dim
+    if values:
+        kernels.rotate(rows, stride, count, dim, out, dim)
+    else:
+        change_key_basis(kernels, layout, head, KV_TO_STORED, rows, stride, count, out, dim)
+
+
+cdef void _encode(const kv_write *call, const kv_layout *layout, bint values, int32_t block, Py_ssize_t head, Py_ssize_t slot,
+                  const float *rows, Py_ssize_t stride, int count) noexcept nogil:
+    cdef char *target = block_at(layout, block, head, values)
+    if values:
+        call.kernels.encode_v(&layout.v, target, <int>slot, rows, stride, count)
+    else:
+        call.kernels.encode_k(&layout.k, target, <int>slot, rows, stride, count)
+
+
 cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary *rotary, bint values,
                       Py_ssize_t token, int count, Py_ssize_t head, float *buffer) noexcept nogil:
     """Encode `count` tokens with consecutive slots in one block. `buffer` has room for RUN rows."""
     cdef const float *source = buffer
     cdef Py_ssize_t stride = rows.dim
-    cdef const kv_side *side = &call.layout.v if values else &call.layout.k
-    cdef int32_t block, piece = -1
-    cdef int slot, i
-    cdef const kv_layout *floats = call.layout.floats
+    cdef int32_t block, piece
+    cdef Py_ssize_t slot
+    cdef int i, size = call.layout.k.block_size
     cdef float limit = _limit(call.layout, values)
     if rows.dtype == KV_FLOAT32 and is_identity(rotary):
         source = <const float *>(rows.data + token * rows.token_stride + head * rows.head_stride)
@@ -111,10 +129,7 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
         for i in range(count):
             load_rows(call.kernels, rows, token + i, head, 1, rotary, buffer + i * stride, stride)
     if changes_basis(call.layout, values):
-        if values:
-            call.kernels.rotate(source, stride, count, rows.dim, buffer, rows.dim)
-        else:
-            change_key_basis(call.kernels, call.layout, head, KV_TO_STORED, source, stride, count, buffer, rows.dim)
+        _to_stored(call.kernels, call.layout, values, head, source, stride, count, buffer)
         source, stride = buffer, rows.dim
     for i in range(count):
         if call.kernels.find_unstorable(source + i * stride, rows.dim, limit) >= 0:
@@ -122,26 +137,19 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
             return
     if call.checks:
         return
-    block, slot = <int32_t>(call.slots[token] // side.block_size), <int>(call.slots[token] % side.block_size)
-    if floats != NULL:
-        piece = piece_of(call.layout, block, slot)
-    if piece >= 0 and values:
-        call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
-    elif piece >= 0:
-        call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
-    if call.layout.seals:
-        return
-    if values:
-        call.kernels.encode_v(side, v_block_at(call.layout, block, head), slot, source, stride, count)
-    else:
-        call.kernels.encode_k(side, k_block_at(call.layout, block, head), slot, source, stride, count)
+    block, slot = <int32_t>(call.slots[token] // size), call.slots[token] % size
+    piece = piece_of(call.layout, block, slot) if call.layout.floats != NULL else -1
+    if piece >= 0:
+        _encode(call, call.layout.floats, values, piece, head, slot % KV_PIECE, source, stride, count)
+    if not call.layout.seals:
+        _encode(call, call.layout, values, block, head, slot, source, stride, count)
 
 
 cdef float _limit(const kv_layout *layout, bint values) noexcept nogil:
     """Largest magnitude of an element that can be stored, before and after the rotation."""
-    if layout.floats != NULL:
-        return dtype_limit(layout.floats.v.dtype if values else layout.floats.k.dtype)
-    return KV_MAX_ROTATED if changes_basis(layout, values) else dtype_limit(layout.v.dtype if values else layout.k.dtype)
+    if layout.floats == NULL and changes_basis(layout, values):
+        return KV_MAX_ROTATED
+    return dtype_limit(side_of(layout if layout.floats == NULL else layout.floats, values).dtype)
 
 
 cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
@@ -237,10 +245,8 @@ cdef int _refuse_basis(const kv_layout *layout, Rows given, str name, const kv_r
     for token in range(rows.tokens):
         for head in range(rows.heads if slots == NULL or slots[token] >= 0 else 0):
             load_rows(kernels, rows, token, head, 1, &change, &row[0], rows.dim)
-            if changes_basis(layout, values) and values:
-                kernels.rotate(&row[0], rows.dim, 1, rows.dim, &row[0], rows.dim)
-            elif changes_basis(layout, values):
-                change_key_basis(kernels, layout, head, KV_TO_STORED, &row[0], rows.dim, 1, &row[0], rows.dim)
+            if changes_basis(layout, values):
+                _to_stored(kernels, layout, values, head, &row[0], rows.dim, 1, &row[0])
             index = kernels.find_unstorable(&row[0], rows.dim, _limit(layout, values))
             if index >= 0:
                 raise NonFiniteInputError(

@@ -3,7 +3,7 @@
 from libc.stdint cimport int16_t, int32_t, uint8_t
 from libc.stdlib cimport abs, free, malloc
 
-from kvfast.codec.blocks cimport float_dtype_of, float_row_at, k_block_at, kv_layout, v_block_at
+from kvfast.codec.blocks cimport float_row_at, k_block_at, kv_layout, side_of, v_block_at
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport active, kv_kernels, kv_room
 from kvfast.core.scratch cimport give_scratch, take_scratch
@@ -95,7 +95,7 @@ cdef void _load(const kv_kernels *kernels, const kv_layout *layout, int32_t bloc
     """Load the float rows of a block up to offset `last`. A sequence's first float tokens have unusual values and codes that nobody
     reads. The token after them takes their places, so that the statistics stay narrow. The one at `last` takes all places after it."""
     cdef Py_ssize_t offset, first = layout.float_tokens if at_start else 0
-    cdef Py_ssize_t dim = layout.v.head_dim if values else layout.k.head_dim
+    cdef Py_ssize_t dim = side_of(layout, values).head_dim
     for offset in range(layout.k.block_size):
-        kernels.to_float[float_dtype_of(layout, values)](float_row_at(layout, block, min(max(offset, first), last), head, values),
-                                                        dim, rows + offset * dim)
+        kernels.to_float[side_of(layout.floats, values).dtype](
+            float_row_at(layout, block, min(max(offset, first), last), head, values), dim, rows + offset * dim)

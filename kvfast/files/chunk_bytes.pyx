@@ -9,7 +9,7 @@ from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from kvfast.codec.blocks cimport k_block_at, kv_layout, v_block_at
+from kvfast.codec.blocks cimport block_at, kv_layout, side_of
 from kvfast.codec.stored_floats cimport are_storable
 from kvfast.core.limits cimport KV_PIECE
 from kvfast.files.block_bytes cimport keeps_all, num_full_blocks
@@ -102,10 +102,10 @@ cdef char *_copy_layer(const kv_layer *layer, Py_ssize_t first, Py_ssize_t last,
     cdef char *block
     cdef int values
     for values in range(2):
-        nbytes = layer.layout.v.bytes if values else layer.layout.k.bytes
+        nbytes = side_of(layer.layout, values).bytes
         for head in range(layer.num_kv_heads):
             for i in range(first, last):
-                block = v_block_at(layer.layout, layer.blocks[i], head) if values else k_block_at(layer.layout, layer.blocks[i], head)
+                block = block_at(layer.layout, layer.blocks[i], head, values)
                 if not write:
                     memcpy(at, block, nbytes)
                 elif i >= start:

@@ -351,7 +351,7 @@ class TestRefused:
             lambda: sequence.k(0),
             lambda: sequence.advance(1),
             lambda: sequence.truncate(0),
-            lambda: sequence.fork(),
+            *(sequence.fork, sequence.snapshot, sequence.state_dict, lambda: sequence.restore(stranger.snapshot())),
             lambda: sequence.can_append(1),
             lambda: sequence.write(0, np.ones((1, 8 * DIM), np.float32)),
             lambda: sequence.__enter__(),

@@ -53,7 +53,6 @@ def attention(q, k, v, **options):
 
     Raises
     ------
-    DimensionMismatchError, TypeError, NonFiniteInputError
     ValueError
         For more queries than `k` has tokens, unless ``causal=False``; and as `kvfast.KVCache.attend`.
     """
@@ -106,7 +105,6 @@ def merge_states(out_a, lse_a, out_b, lse_b):
 
     Raises
     ------
-    DimensionMismatchError, TypeError
     NonFiniteInputError
         For NaN or infinity, with its position; -inf is a log-sum-exp.
     """

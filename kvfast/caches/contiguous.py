@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.caches.sequence_cache import SequenceCache
-from kvfast.core.text import size_text
 from kvfast.storage.kinds import storage_of
 from kvfast.storage.settings import full, with_states
 
@@ -100,7 +99,3 @@ class KVCache(SequenceCache):
         layers = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
         settings = with_states(layers, max_state_bytes)
         self._open(settings, storage_of(settings, block_size, max_seq_len, secure, max_state_bytes))
-
-    def __repr__(self) -> str:
-        most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
-        return f"KVCache({self._shape()}, {self._tokens_text(most)}, {size_text(self.nbytes)})"

@@ -8,7 +8,6 @@ import numpy as np
 
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.core.interchange import as_float32, as_floats
-from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.storage.kinds import storage_of
 from kvfast.storage.settings import latent as latent_settings
@@ -214,10 +213,6 @@ class MLAKVCache(SequenceCache):
     @property
     def rope_dim(self) -> int:
         return self._storage.rope_dim
-
-    def __repr__(self) -> str:
-        most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
-        return f"MLAKVCache({self._shape()}, {self._tokens_text(most)}, {size_text(self.nbytes)})"
 
 
 def _floats(array, name):

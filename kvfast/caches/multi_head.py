@@ -163,7 +163,9 @@ class MultiHeadKVCache(_Heads, StorageProperties):
     7.76
     """
 
-    __slots__ = ("__weakref__", "_settings", "_signs", "_storage", "config", "num_heads", "num_q_heads")
+    __slots__ = ("__weakref__", "_count", "_settings", "_signs", "_storage", "config", "num_heads", "num_q_heads")
+
+    _first = 0
 
     def __init__(self, num_heads: int, config: MultiHeadConfig | None = None, **fields: Any) -> None:
         if config is None and "head_dim" in fields:
@@ -187,19 +189,12 @@ class MultiHeadKVCache(_Heads, StorageProperties):
     def _open(self, settings, storage):
         self._settings, self._storage, self._signs = settings, storage, None
         self.config, self.num_heads = MultiHeadConfig(**settings["config"]), settings["num_heads"]
+        self._count = self.num_heads
         self.num_q_heads = self.config.num_q_heads or self.num_heads
 
     @property
     def _cache(self):
         return self
-
-    @property
-    def _first(self):
-        return 0
-
-    @property
-    def _count(self):
-        return self.num_heads
 
     def push_token(self, keys: ArrayLike, values: ArrayLike) -> None:
         """Compress and store the key and the value of one token in every head.

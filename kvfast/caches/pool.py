@@ -50,11 +50,7 @@ class Pool(StorageProperties):
 
     @property
     def precision(self) -> str:
-        """The precision of calls that name none, ``"exact"`` or ``"fast"``; see [precision](../concepts/precision.md).
-
-        Set it for all later calls of batches, and for new sequences; None returns to that of the process. It says how stored bytes
-        are read, so files, snapshots and prompt stores know nothing of it.
-        """
+        """As in `KVCache`: the precision of calls of batches that name none, and of new sequences."""
         return self._batches.precision or default_precision()
 
     @precision.setter

@@ -12,7 +12,7 @@ from kvfast.codec.rope import Rope, frequencies_of
 from kvfast.core.checks import check_size, checked_lengths, checked_path, checked_token_ids
 from kvfast.core.kernels import default_precision
 from kvfast.core.limits import MAX_TOKENS
-from kvfast.core.text import shown
+from kvfast.core.text import shown, size_text
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
 from kvfast.storage.kinds import keys_of
@@ -580,7 +580,7 @@ class SequenceCache(StorageProperties):
             checked_token_ids(token_ids, len(self))
         checked_metadata(metadata)  # what cannot be stored is refused before blocks are shared
         known = [(token_ids, b"")]
-        storage = self._storage.share_counted(uncounted, self._ids and (lambda: known.append(self._ids.told(token_ids))))
+        storage = self._storage.share(uncounted, self._ids and (lambda: known.append(self._ids.told(token_ids))))
         ids, salt = known[-1]
         return Snapshot(self._settings, storage, ids, metadata, salt)
 
@@ -673,9 +673,12 @@ class SequenceCache(StorageProperties):
     def __bool__(self) -> bool:
         return self._storage.length > 0
 
-    def _tokens_text(self, most=""):
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shape()}, {self._tokens_text()}, {size_text(self.nbytes)})"
+
+    def _tokens_text(self):
         """The number of tokens, for `__repr__`, with the number of uncounted tokens."""
-        uncounted = self._storage.num_uncounted
+        uncounted, most = self._storage.num_uncounted, "" if self.max_seq_len is None else f"/{self.max_seq_len}"
         checkpoints = "" if self._storage.checkpoints is None else f" with {len(self._storage.checkpoints.held)} checkpoints"
         return f"{len(self)}{most} tokens" + (f" + {uncounted} not counted" if uncounted else "") + checkpoints
 

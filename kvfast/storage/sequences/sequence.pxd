@@ -28,10 +28,9 @@ cdef class SequenceStorage:
     cdef int _check_advance(self, Py_ssize_t n, str name) except -1
     cdef int fill(self, BlockTable table, Py_ssize_t layer, Py_ssize_t index, kv_member *member) except -1
     cdef Py_ssize_t checked_length(self, n) except -1
-    cdef SequenceStorage _shared(self, bint counted)
     cdef int _share_blocks(self, SequenceStorage other, begin) except -1
     cdef int _copy_blocks(self, SequenceStorage other, begin) except -1
-    cdef int _copy_spliced(self, SequenceStorage other, list plans, begin) except -1
+    cdef int _reserve(self, SequenceStorage other, list plans) except -1
     cdef int _trim_surplus(self) except -1
     cdef object blocks_of(self, Py_ssize_t which)
 

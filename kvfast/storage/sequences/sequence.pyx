@@ -314,35 +314,26 @@ cdef class SequenceStorage:
         finally:
             self.pool.leave_reading()
 
-    def share(self):
-        """Another storage with the same tokens, in the same blocks."""
-        self._enter()
-        try:
-            return self._shared(False)
-        finally:
-            self.pool.leave()
-
-    def share_counted(self, uncounted, then=None):
-        """`share` without tokens that were not counted; see `check_counted`. `then` is called before another thread can come in."""
-        self._enter()
-        try:
-            self.check_counted(uncounted)
-            shared = self._shared(True)
-            if then is not None:
-                then()
-            return shared
-        finally:
-            self.pool.leave()
-
-    cdef SequenceStorage _shared(self, bint counted):
+    def share(self, uncounted=None, then=None):
+        """Another storage with the same tokens, in the same blocks; with `uncounted` without tokens that were not counted, see
+        `check_counted`. `then` is called before another thread can come in."""
         cdef BlockTable table, other
         shared = {}
-        for table in self.tables:
-            shared[table] = other = table.empty(table.pool)
-            other.share(table)
-            if counted:
-                other.cut(other.length)
-        return self.give_segments(self._like(shared), False)
+        self._enter()
+        try:
+            if uncounted is not None:
+                self.check_counted(uncounted)
+            for table in self.tables:
+                shared[table] = other = table.empty(table.pool)
+                other.share(table)
+                if uncounted is not None:
+                    other.cut(other.length)
+            storage = self.give_segments(self._like(shared), False)
+            if then is not None:
+                then()
+            return storage
+        finally:
+            self.pool.leave()
 
     def _like(self, tables):
         """A storage with these tables instead of its own."""
@@ -385,40 +376,31 @@ cdef class SequenceStorage:
         return 0
 
     cdef int _copy_blocks(self, SequenceStorage other, begin) except -1:
-        cdef Py_ssize_t i
-        cdef BlockTable table
-        cdef list plans = [plan_copy(<BlockTable>mine, <BlockTable>table) for mine, table in zip(self.tables, other.tables)]
-        for i in range(len(self.tables)):
-            table = self.tables[i]
-            table.reserve(blocks_for(table, other.tables[i]), len((<CopyPlan>plans[i]).pieces))
-        if other.segments is not None:
-            return self._copy_spliced(other, plans, begin)
-        if begin is not None:
-            begin()
-        for i in range(len(self.tables)):
-            copy_table(other.tables[i], self.tables[i], plans[i], False)
-        self.forget_segments()
-        return 0
-
-    cdef int _copy_spliced(self, SequenceStorage other, list plans, begin) except -1:
-        """`_copy_blocks` of a spliced sequence."""
-        cdef BlockTable table
         cdef Py_ssize_t i, copies
-        table = self.tables[0]
-        if table.pool.is_shared:
-            frozen = [segment for segment in other.segments if (<Segment>segment).frozen is not None]
-            copies = blocks_of_copies(frozen, other.tables, table)
-            table.reserve(copies + blocks_for(table, other.tables[0]), 0)
-            table.pool.ensure(copies)
-        segments = copied(other.segments, self.tables)
-        for i in range(len(self.tables)):  # again, as the copies took blocks
-            table = self.tables[i]
-            table.reserve(blocks_for(table, other.tables[i]), len((<CopyPlan>plans[i]).pieces))
+        cdef BlockTable table = self.tables[0], mine
+        cdef list plans = [plan_copy(<BlockTable>mine, <BlockTable>theirs) for mine, theirs in zip(self.tables, other.tables)]
+        cdef list segments = None
+        self._reserve(other, plans)
+        if other.segments is not None:
+            if table.pool.is_shared:
+                frozen = [segment for segment in other.segments if (<Segment>segment).frozen is not None]
+                copies = blocks_of_copies(frozen, other.tables, table)
+                table.reserve(copies + blocks_for(table, other.tables[0]), 0)
+                table.pool.ensure(copies)
+            segments = copied(other.segments, self.tables)
+            self._reserve(other, plans)  # again, as the copies took blocks
         if begin is not None:
             begin()
         for i in range(len(self.tables)):
             copy_table(other.tables[i], self.tables[i], plans[i], False)
         self.set_segments(segments, other.base, other.ropes)
+        return 0
+
+    cdef int _reserve(self, SequenceStorage other, list plans) except -1:
+        """Make sure that the tables have room to become those of another storage."""
+        cdef BlockTable table
+        for i, table in enumerate(self.tables):
+            table.reserve(blocks_for(table, other.tables[i]), len((<CopyPlan>plans[i]).pieces))
         return 0
 
     cdef int _trim_surplus(self) except -1:

@@ -113,19 +113,11 @@ cdef int _check_room(SequenceStorage storage, list parts) except -1:
 
 
 def splice(SequenceStorage storage, list parts, ropes, Py_ssize_t recomputed, begin=None):
-    """Append sequences, one after another, to the tokens of a storage.
+    """Append the storages `parts`, one after another, to the tokens of a storage; the first `recomputed` tokens of an only part are
+    its last tokens already.
 
-    Parameters
-    ----------
-    storage : SequenceStorage
-    parts : list of SequenceStorage
-        With the same settings. They do not change while the call runs.
-    ropes : tuple
-        For each layer (frequencies, whether interleaved), or None.
-    recomputed : int
-        Number of first tokens of the only part that are the last tokens of the storage.
-    begin : callable, optional
-        Called after the last step that can fail.
+    `ropes` has (frequencies, whether interleaved) or None for each layer. `begin` is called after the last step that can fail. No part
+    may change meanwhile.
     """
     cdef SequenceStorage part
     cdef BlockTable table

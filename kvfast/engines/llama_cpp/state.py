@@ -34,16 +34,8 @@ DATA_MAGIC = 0xAF143CD8
 class LlamaCppState:
     """The cells of one sequence, in the order of their positions; see `read_state`.
 
-    Parameters
-    ----------
-    num_tokens : int
-    token_ids : ndarray of int32, or None
-        The token ids of a file; data has no token ids.
-    k_types, v_types : tuple of str
-        ggml type of each layer.
-    k, v : tuple of ndarrays of shape (num_tokens, bytes of a row), uint8
-    transposed : bool
-        Whether the values were stored transposed, as they are without flash attention.
+    `k_types` and `v_types` are the ggml types of the layers, `k` and `v` their rows: uint8 of shape (num_tokens, bytes of a row). A file
+    has `token_ids`, data has none. Values were stored `transposed` without flash attention.
     """
 
     num_tokens: int

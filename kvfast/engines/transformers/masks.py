@@ -116,8 +116,6 @@ class MatrixMask:
     heads differ.
     """
 
-    __slots__ = ("_recognised", "_seen", "padding", "parts", "q_length", "q_offset", "tensor", "width")
-
     def __init__(self, tensor, known):
         self.tensor, self.parts, self.width, self._recognised = tensor, (None, None), None, {}
         if tensor.ndim != 4 or tensor.shape[0] not in (1, len(known)):
@@ -153,8 +151,6 @@ class MatrixMask:
 
 class ChosenMask(MatrixMask):
     """The mask of an indexer, which shows a query the tokens that it has chosen, and padding none."""
-
-    __slots__ = ()
 
     def _padding(self, known):
         return _or_none(np.concatenate((known[:, : self.q_offset], self._seen.any(2)), 1))

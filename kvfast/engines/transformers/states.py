@@ -175,7 +175,7 @@ class LayerStates:
             again.cut(seen)
         missing = [(row, n) for row, n in zip(rows, lengths) if 0 < n < len(row) + broken and n not in row.checkpoints]
         if missing and not broken and self._has_recorded(count):
-            states = [{name: _array(self._cut(name, count)[i]) for name in self._names()} for i in range(len(rows))]
+            states = [{name: _array(self._state(name, count)[i]) for name in self._names()} for i in range(len(rows))]
             self._rows.crop(count, states)
             self.crop_records(count)
             return self.jumped()
@@ -239,11 +239,8 @@ class LayerStates:
         layer = self._layers[int(index)]
         return layer, (layer.conv_states if kind == "conv" else layer.recurrent_states), int(i), kind
 
-    def _state(self, name):
-        return self._cut(name, 0)
-
-    def _cut(self, name, count):
-        """A state `count` tokens ago: that of a convolution which records them, or with 0 any."""
+    def _state(self, name, count=0):
+        """A state, or that of a convolution which records them `count` tokens ago."""
         layer, states, i, kind = self._place(name)
         if kind != "conv":
             return states[i]

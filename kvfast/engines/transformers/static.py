@@ -104,10 +104,8 @@ class KVFastStaticCache(Cache):
         sliding windows. A window saves no memory.
     max_cache_len : int
         Most tokens of a row, padding included. Its memory is taken at the first tokens.
-    dtype : str
-        A format without float rows: ``"int8"``, ``"k8v4"``, ``"int4-plain"``, ``"bfloat16"`` and others.
-    block_size : int
-        Tokens of a block: 16, 32, 64, 128 or 256.
+    dtype, block_size
+        As in `kvfast.torch.new_blocks`.
 
     Raises
     ------

@@ -1,39 +1,9 @@
 /* Attention of many query rows with words; see operands.inc.h. Panels of 16 query rows read the keys and values of
    KV_MATRIX_TILE tokens, which become words once for all of them. The softmax is corrected once for these tokens. */
 
-/* As add_words for two groups of tokens from `group` on, two lanes of values and 4 rows from `row` on. The panel's sums are loaded and
-   stored for both at once. All four groups at once, for 2 rows, are slower (python -m kvfast bench --work prefill). */
-static inline void KV(add_two_groups)(const int8_t *values, const KV(word_weights) *w, int group, int row, const float *rescale,
-                                      float *acc)
-{
-    vacc sums[2][2][4]; /* [groups][lanes][rows] */
-    KV_FOR4(r, 4, sums[0][0][r] = sums[0][1][r] = sums[1][0][r] = sums[1][1][r] = (vacc)vi_set1(0););
-    const int32_t *words = w->words + group * (KV_WORD_GROUP / 2 * KV_ROWS) + row;
-    values += group * KV_WORD_GROUP * 32;
-    for (int line = 0; line < KV_WORD_GROUP / 2; line++, values += 64, words += KV_ROWS) {
-#pragma GCC unroll 2
-        for (int g = 0; g < 2; g++) {
-            const int8_t *at = values + g * KV_WORD_GROUP * 32;
-            const vi low = _mm512_load_si512(at), high = _mm512_load_si512(at + VALUE_STRIDE);
-            KV_FOR4(r, 4,
-                const vi weight = vi_set1(words[g * (KV_WORD_GROUP / 2 * KV_ROWS) + r]);
-                sums[g][0][r] = (vacc)_mm512_dpwssd_epi32((__m512i)sums[g][0][r], low, weight);
-                sums[g][1][r] = (vacc)_mm512_dpwssd_epi32((__m512i)sums[g][1][r], high, weight););
-        }
-    }
-#pragma GCC unroll 2
-    for (int lane = 0; lane < 2; lane++)
-        KV_FOR4(r, 4,
-            float *at = acc + (lane * KV_ROWS + row + r) * KV_LANES;
-            vf sum = vf_load(at);
-            if (rescale) sum = vf_mul(sum, vf_set1(rescale[row + r]));
-            sum = vf_fma(vi_to_float((vi)sums[0][lane][r]), vf_set1(w->unit[group][row + r]), sum);
-            vf_store(at, vf_fma(vi_to_float((vi)sums[1][lane][r]), vf_set1(w->unit[group + 1][row + r]), sum)););
-}
-
-/* The same for all tokens from `begin` on under one unit, four lanes of values and 4 rows. */
-static inline void KV(add_exact)(const int8_t *values, const KV(word_weights) *w, int begin, int end, int row, const float *rescale,
-                                 float *acc)
+/* As add_words for the tokens from `begin` on, which have one unit for each row, four lanes of values and 4 rows. */
+static inline void KV(add_square)(const int8_t *values, const KV(word_weights) *w, int begin, int end, const float *unit, int row,
+                                  const float *rescale, float *acc)
 {
     vacc sums[4][4]; /* [lanes][rows] */
     KV_FOR4(lane, 4, KV_FOR4(r, 4, sums[lane][r] = (vacc)vi_set1(0);););
@@ -50,7 +20,7 @@ static inline void KV(add_exact)(const int8_t *values, const KV(word_weights) *w
         float *at = acc + (lane * KV_ROWS + row + r) * KV_LANES;
         vf sum = vf_load(at);
         if (rescale) sum = vf_mul(sum, vf_set1(rescale[row + r]));
-        vf_store(at, vf_fma(vi_to_float((vi)sums[lane][r]), vf_set1(w->unit[0][row + r]), sum));););
+        vf_store(at, vf_fma(vi_to_float((vi)sums[lane][r]), vf_set1(unit[row + r]), sum));););
 }
 
 /* Sums of 16 elements of values times the weights of each row, over `lines` pairs of tokens. */
@@ -72,24 +42,17 @@ static inline void KV(multiply_lane)(const int8_t *values, const int32_t *words,
 static void KV(add_words)(const kv_operands *operands, kv_panel *panel, int begin, int end, const KV(word_weights) *w,
                           const float *rescale)
 {
-    const int dim = operands->value_dim, group = operands->group, pair = 2 * KV_WORD_GROUP;
-    if (operands->exact && dim % (4 * KV_LANES) == 0) {
-        for (int d = 0; d < dim; d += 4 * KV_LANES)
-            for (int row = 0; row < KV_ROWS; row += 4)
-                KV(add_exact)(operands->values + d / KV_LANES * VALUE_STRIDE, w, begin, end, row, rescale, panel->acc + d * KV_ROWS);
-        return;
-    }
+    const int dim = operands->value_dim, group = operands->group;
     for (int t = begin, stop; t < end; t = stop, rescale = NULL) {
-        if (!operands->exact && t % pair == 0 && t + pair <= end && dim % (2 * KV_LANES) == 0) {
-            stop = t + pair;
-            for (int d = 0; d < dim; d += 2 * KV_LANES)
-                for (int row = 0; row < KV_ROWS; row += 4)
-                    KV(add_two_groups)(operands->values + d / KV_LANES * VALUE_STRIDE, w, t / KV_WORD_GROUP, row, rescale,
-                                       panel->acc + d * KV_ROWS);
-            continue;
-        }
         stop = (t / group + 1) * group < end ? (t / group + 1) * group : end;
         const float *unit = w->unit[t / group];
+        if (dim % (4 * KV_LANES) == 0) {
+            for (int d = 0; d < dim; d += 4 * KV_LANES)
+                for (int row = 0; row < KV_ROWS; row += 4)
+                    KV(add_square)(operands->values + d / KV_LANES * VALUE_STRIDE, w, t, stop, unit, row, rescale,
+                                   panel->acc + d * KV_ROWS);
+            continue;
+        }
         for (int d = 0; d < dim; d += KV_LANES) {
             float *acc = panel->acc + d * KV_ROWS;
             vi sums[KV_ROWS];

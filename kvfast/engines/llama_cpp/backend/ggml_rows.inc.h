@@ -41,60 +41,28 @@ static void KV(decode_q8_0)(const void *row, ptrdiff_t n, float *out)
     for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) KV(scale_codes)(block->qs, kv_from_float16(block->d), 0.0f, out);
 }
 
-static void KV(decode_q4_0)(const void *row, ptrdiff_t n, float *out)
-{
-    const block_q4_0 *block = row;
-    KV_ALIGNED int8_t codes[32];
-    for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {
-        const float scale = kv_from_float16(block->d);
-        KV(split_nibbles)(block->qs, codes);
-        KV(scale_codes)(codes, scale, -8.0f * scale, out);
+/* The same of blocks that are packed: `load` writes their codes, and `offset` is added to each element. */
+#define KV_DECODE(type, load, offset)                                                   \
+    static void KV(decode_##type)(const void *row, ptrdiff_t n, float *out)             \
+    {                                                                                   \
+        const block_##type *block = row;                                                \
+        KV_ALIGNED int8_t codes[32];                                                    \
+        for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {                     \
+            const float scale = kv_from_float16(block->d);                              \
+            load                                                                        \
+            KV(scale_codes)(codes, scale, offset, out);                                 \
+        }                                                                               \
     }
-}
-
-static void KV(decode_q4_1)(const void *row, ptrdiff_t n, float *out)
-{
-    const block_q4_1 *block = row;
-    KV_ALIGNED int8_t codes[32];
-    for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {
-        KV(split_nibbles)(block->qs, codes);
-        KV(scale_codes)(codes, kv_from_float16(block->d), kv_from_float16(block->m), out);
-    }
-}
-
-static void KV(decode_q5_0)(const void *row, ptrdiff_t n, float *out)
-{
-    const block_q5_0 *block = row;
-    KV_ALIGNED int8_t codes[32];
-    for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {
-        const float scale = kv_from_float16(block->d);
-        KV(split_nibbles)(block->qs, codes);
-        KV(add_fifth_bits)(block->qh, codes);
-        KV(scale_codes)(codes, scale, -16.0f * scale, out);
-    }
-}
-
-static void KV(decode_q5_1)(const void *row, ptrdiff_t n, float *out)
-{
-    const block_q5_1 *block = row;
-    KV_ALIGNED int8_t codes[32];
-    for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {
-        KV(split_nibbles)(block->qs, codes);
-        KV(add_fifth_bits)(block->qh, codes);
-        KV(scale_codes)(codes, kv_from_float16(block->d), kv_from_float16(block->m), out);
-    }
-}
-
-static void KV(decode_iq4_nl)(const void *row, ptrdiff_t n, float *out)
-{
-    const block_iq4_nl *block = row;
-    KV_ALIGNED int8_t codes[32];
-    for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {
-        KV(split_nibbles)(block->qs, codes);
-        for (int j = 0; j < 32; j++) codes[j] = kvalues_iq4nl[codes[j]];
-        KV(scale_codes)(codes, kv_from_float16(block->d), 0.0f, out);
-    }
-}
+#define KV_FOUR_BITS KV(split_nibbles)(block->qs, codes);
+#define KV_FIVE_BITS KV_FOUR_BITS KV(add_fifth_bits)(block->qh, codes);
+KV_DECODE(q4_0, KV_FOUR_BITS, -8.0f * scale)
+KV_DECODE(q4_1, KV_FOUR_BITS, kv_from_float16(block->m))
+KV_DECODE(q5_0, KV_FIVE_BITS, -16.0f * scale)
+KV_DECODE(q5_1, KV_FIVE_BITS, kv_from_float16(block->m))
+KV_DECODE(iq4_nl, KV_FOUR_BITS for (int j = 0; j < 32; j++) codes[j] = kvalues_iq4nl[codes[j]];, 0.0f)
+#undef KV_FIVE_BITS
+#undef KV_FOUR_BITS
+#undef KV_DECODE
 
 #include "engines/llama_cpp/backend/ggml_products.inc.h"
 #ifdef KV_VNNI

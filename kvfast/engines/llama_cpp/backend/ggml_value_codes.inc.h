@@ -106,14 +106,5 @@ static inline __attribute__((always_inline)) void KV(add_codes)(
     }
 }
 
-static void KV(add_codes_q8_0)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
-                               float *acc)
-{
-    KV(add_codes)(state, num_rows, values, stride, n, count, ahead, acc, GGML_TYPE_Q8_0);
-}
-
-static void KV(add_codes_q4_0)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
-                               float *acc)
-{
-    KV(add_codes)(state, num_rows, values, stride, n, count, ahead, acc, GGML_TYPE_Q4_0);
-}
+KV_ADD(add_codes_q8_0, add_codes, GGML_TYPE_Q8_0)
+KV_ADD(add_codes_q4_0, add_codes, GGML_TYPE_Q4_0)

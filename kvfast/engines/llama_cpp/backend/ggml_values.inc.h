@@ -74,14 +74,11 @@ static inline __attribute__((always_inline)) void KV(add_rows)(
     }
 }
 
-static void KV(add_q8_0)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
-                        float *acc)
-{
-    KV(add_rows)(state, num_rows, values, stride, n, count, ahead, acc, GGML_TYPE_Q8_0);
-}
-
-static void KV(add_q4_0)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
-                        float *acc)
-{
-    KV(add_rows)(state, num_rows, values, stride, n, count, ahead, acc, GGML_TYPE_Q4_0);
-}
+#define KV_ADD(name, add, type)                                                                                       \
+    static void KV(name)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count,     \
+                         kv_lines ahead, float *acc)                                                                  \
+    {                                                                                                                 \
+        KV(add)(state, num_rows, values, stride, n, count, ahead, acc, type);                                         \
+    }
+KV_ADD(add_q8_0, add_rows, GGML_TYPE_Q8_0)
+KV_ADD(add_q4_0, add_rows, GGML_TYPE_Q4_0)

@@ -35,7 +35,8 @@ cdef void restore_floats(const kv_layout *layout, int32_t block, bint at_start, 
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t head, offset, i
     cdef const kv_side *floats
-    cdef float limit, row[KV_MAX_HEAD_DIM]
+    cdef float limit
+    cdef float row[KV_MAX_HEAD_DIM]
     cdef int values
     for head in range(layout.num_kv_heads):
         for offset in range(layout.float_tokens if at_start else 0, num_tokens):
@@ -94,10 +95,11 @@ cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     cdef int32_t block = <int32_t>(call.slots[index] // layout.k.block_size)
     cdef bint floats = layout.floats != NULL and (position < layout.float_tokens or layout.seals and (
         position >= call.floats_begin or offset >= patched_from(layout, block)))
+    cdef int float_dtype = side_of(layout.floats, values).dtype if floats else 0
     for head in range(layout.num_kv_heads):
         row = &buffer[0] if call.nontemporal else out
         if floats:
-            kernels.to_float[side_of(layout.floats, values).dtype](float_row_at(layout, block, offset, head, values), side.head_dim, row)
+            kernels.to_float[float_dtype](float_row_at(layout, block, offset, head, values), side.head_dim, row)
         else:
             _decode_row(kernels, layout, values, block, head, offset, row)
         if not values:

@@ -53,7 +53,7 @@ class _Heads:
         return scores(self._cache._storage, q, self._first, self._count, check_flag(softmax, "softmax"), num_threads)
 
     def attend(self, queries: ArrayLike, *, num_threads: int | None = None) -> NDArray[np.float32]:
-        """Attention of each query to all tokens of its head, computed on the stored bytes.
+        """Attention of each query to all tokens of its head, computed on the stored bytes. ValueError if the cache is empty.
 
         Parameters
         ----------
@@ -63,11 +63,6 @@ class _Heads:
         Returns
         -------
         ndarray of shape (num_q_heads, head_dim), float32
-
-        Raises
-        ------
-        ValueError
-            If the cache is empty.
         """
         q = self._queries(queries)
         out = attend_heads(self._cache._storage, q, self._first, self._count, num_threads)
@@ -206,10 +201,8 @@ class MultiHeadKVCache(_Heads, StorageProperties):
 
         Raises
         ------
-        DimensionMismatchError
-            For a wrong number of vectors, or of elements in a vector.
         NonFiniteInputError
-            For NaN, infinity, or a magnitude above 6e35.
+            Also for a magnitude above 6e35.
         """
         k = vectors(keys, "keys", self.num_heads, self.head_dim)[None]
         v = vectors(values, "values", self.num_heads, self.head_dim)[None]
@@ -229,13 +222,7 @@ class MultiHeadKVCache(_Heads, StorageProperties):
         push(self._storage, self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
     def truncate(self, n: int) -> None:
-        """Keep the first `n` tokens of the cache.
-
-        Raises
-        ------
-        ValueError
-            If the cache holds fewer than `n` tokens.
-        """
+        """Keep the first `n` tokens of the cache; ValueError if it holds fewer."""
         truncate_held(self._storage, n)
 
     def snapshot(self, metadata: Mapping[str, str] | None = None) -> Snapshot:
@@ -243,13 +230,7 @@ class MultiHeadKVCache(_Heads, StorageProperties):
         return Snapshot(self._settings, self._storage.share(), None, metadata)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to the state of a snapshot of this cache, or of another cache with the same number of heads and configuration.
-
-        Raises
-        ------
-        IncompatibleSnapshotError
-            If the heads or the configuration differ; the cache stays as it was.
-        """
+        """Return to the state of a snapshot of this cache, or of another with the same heads and configuration; see `KVCache.restore`."""
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
         self._storage.restore(snapshot._fitted(self, False))

@@ -80,7 +80,7 @@ class Sequence(SequenceCache):
         return self._pool
 
     def advance(self, n: int = 1, token_ids: ArrayLike | None = None) -> None:
-        """Count `n` tokens as complete; every layer must hold exactly that many new ones.
+        """Count `n` tokens as complete, as `KVCache.advance`.
 
         Parameters
         ----------
@@ -88,11 +88,6 @@ class Sequence(SequenceCache):
         token_ids : integers of shape (n,), optional
             The token ids. `PagedKVCache.match_prefix` can then find the blocks that these tokens fill. After tokens
             without ids, later blocks of the sequence cannot be found.
-
-        Raises
-        ------
-        ValueError
-            If layers hold more or fewer (the message names them), or if `token_ids` are not `n` integers.
         """
         if token_ids is not None:
             token_ids = checked_token_ids(token_ids, check_size(n, "n", 1))
@@ -154,13 +149,3 @@ class Sequence(SequenceCache):
     def __repr__(self) -> str:
         state = "freed" if self._storage.closed else f"{self._tokens_text()} in {len(self.block_indices())} blocks"
         return f"{type(self).__name__}({self._shape()}, {state})"
-
-    def positions(self, layer: int = 0) -> NDArray[np.int64]:
-        """Positions of the visible tokens of a layer, in the order of `k` and `v`.
-
-        Returns
-        -------
-        ndarray of shape (num_tokens,), int64
-            All positions. In a pool with a window: the sink tokens, then the window, as in `RingKVCache.positions`.
-        """
-        return self._storage.positions(layer)

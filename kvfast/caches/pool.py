@@ -66,9 +66,8 @@ class Pool(StorageProperties):
 
         Parameters
         ----------
-        snapshot : Snapshot
-        convert : bool
-            See `KVCache.restore`.
+        snapshot, convert
+            As in `KVCache.restore`.
         salt : bytes
             As in `new_sequence`. By default that of the sequence that the snapshot is of. A file does not tell it: without `salt`,
             `match_prefix` finds no token of a file that a sequence with a salt was saved to.
@@ -156,13 +155,9 @@ class Pool(StorageProperties):
         self._prompts = prompts, model, check_flag(save, "save"), tokens_per_second
 
     def block_table(self, sequences: Any) -> NDArray[np.int32]:
-        """Block tables of some sequences.
+        """Block tables of some sequences: int32 of shape (num_sequences, max_blocks).
 
-        Returns
-        -------
-        ndarray of shape (num_sequences, max_blocks), int32
-            Column i has the blocks of the ``block_size`` positions from ``i * block_size``: -1 after the last block, and
-            for blocks before a window.
+        Column i has the blocks of the positions from ``i * block_size``: -1 after the last block, and for blocks before a window.
         """
         sequences = self._own(sequences)
         for sequence in sequences:

@@ -12,9 +12,6 @@ from kvfast.storage.settings import full, ring, with_states
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from kvfast.codec.rope import Rope
 
 __all__ = ["RingKVCache"]
@@ -92,16 +89,6 @@ class RingKVCache(SequenceCache):
         layers = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
         settings = with_states(ring(layers, sliding_window, num_sink_tokens, rollback, rope), max_state_bytes)
         self._open(settings, storage_of(settings, block_size, None, secure, max_state_bytes))
-
-    def positions(self, layer: int = 0) -> NDArray[np.int64]:
-        """Absolute positions of the visible tokens of a layer, in the order of `k` and `v`.
-
-        Returns
-        -------
-        ndarray of shape (num_tokens,), int64
-            The sink tokens, then the window. Tokens that `rollback` keeps before the window are not included.
-        """
-        return self._storage.positions(layer)
 
     def __repr__(self) -> str:
         window = self.sliding_window if not isinstance(self.sliding_window, tuple) else "mixed"

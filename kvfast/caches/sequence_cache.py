@@ -104,10 +104,8 @@ class SequenceCache(StorageProperties):
 
         Raises
         ------
-        DimensionMismatchError, TypeError, IndexError
-            For a wrong shape, dtype or layer.
         NonFiniteInputError
-            For NaN, infinity, or a value beyond the range of a float16 or bfloat16 cache.
+            Also for a value beyond the range of a float16 or bfloat16 cache.
         CacheFullError
             If the layer would hold more than `max_seq_len` tokens.
         """
@@ -422,13 +420,7 @@ class SequenceCache(StorageProperties):
         return part
 
     def advance(self, n: int = 1) -> None:
-        """Count `n` tokens as complete; every layer must hold exactly that many new ones.
-
-        Raises
-        ------
-        ValueError
-            If layers hold more or fewer; the message names them.
-        """
+        """Count `n` tokens as complete. ValueError unless every layer holds exactly that many new ones; the message names the others."""
         self._storage.advance(n)
 
     def layer_length(self, layer: int) -> int:
@@ -699,3 +691,10 @@ class SequenceCache(StorageProperties):
     def block_indices(self, layer: int = 0) -> NDArray[np.int32]:
         """Blocks that hold a layer's tokens, in their order: int32 of shape (num_blocks,)."""
         return self._storage.block_ids(layer)
+
+    def positions(self, layer: int = 0) -> NDArray[np.int64]:
+        """Absolute positions of the visible tokens of a layer, in the order of `k` and `v`: int64 of shape (num_tokens,).
+
+        With a window: the sink tokens, then the window. Tokens that `rollback` keeps before the window are not included.
+        """
+        return self._storage.positions(layer)

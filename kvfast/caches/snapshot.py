@@ -177,13 +177,7 @@ class Snapshot(StorageProperties):
         return cls(settings, storage, token_ids, metadata)
 
     def truncated(self, n: int) -> Snapshot:
-        """A snapshot of the first `n` tokens.
-
-        Raises
-        ------
-        ValueError
-            If there are fewer, or a ring has dropped some of them; see `RingKVCache.truncate`.
-        """
+        """A snapshot of the first `n` tokens; ValueError if there are fewer, or if a ring has dropped some of them."""
         storage = self._storage.share()
         truncate_held(storage, n)
         return Snapshot(self._settings, storage, None if self._token_ids is None else self._token_ids[:n], self._metadata, self._salt)
@@ -210,13 +204,7 @@ class Snapshot(StorageProperties):
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration | LayerCalibration | None = None) -> Self:
-        """Make a snapshot from the result of `state_dict`; `calibration` as in `kvfast.load`.
-
-        Raises
-        ------
-        CorruptFileError, IncompatibleSnapshotError
-            If the arrays are damaged, or of a version that this kvfast cannot read.
-        """
+        """Make a snapshot from the result of `state_dict`; `calibration` and errors as in `kvfast.load`."""
         return cls(*from_arrays(arrays, calibration))
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -34,8 +34,8 @@ DATA_MAGIC = 0xAF143CD8
 class LlamaCppState:
     """The cells of one sequence, in the order of their positions; see `read_state`.
 
-    `k_types` and `v_types` are the ggml types of the layers, `k` and `v` their rows: uint8 of shape (num_tokens, bytes of a row). A
-    file has `token_ids`; in data it is None. Values were stored `transposed` without flash attention.
+    `k_types` and `v_types` are the ggml types of the layers, `k` and `v` their rows: uint8 of shape (num_tokens, bytes of a row). A file
+    has `token_ids`, data does not. Values were stored `transposed` without flash attention.
     """
 
     num_tokens: int

@@ -15,7 +15,7 @@ EVERYTHING = slice(None)
 class RowCaches:
     """Caches of the rows of a batch. They are made when the first keys come, which have the number of rows and the shape.
 
-    A layer has its number as the model counts them, the tokens that it keeps (of its sliding window or of a chunk) or
+    Each layer has its number as the model counts them, the tokens that it keeps (of its sliding window or of a chunk) or
     None, the size of the chunks that its attention keeps to or None, whether an indexer chooses the tokens that its queries read,
     and the tokens that it has `seen`, padding included: transformers counts these. `num_whole` are the tokens of the steps that
     reached all layers, padding included, as far as rows have counted them. `matrix` is the mask that came last, which layers

@@ -22,5 +22,5 @@ audit:      ; python ci/audit_instructions.py
 docs:       ; pytest tests/repository/test_docs.py
 # Eight processes on one folder and on one server, for five minutes each, with kills and evictions.
 stores:     ; KVFAST_STORE_SECONDS=300 pytest -q tests/prompts -k "processes"
-fuzz:       ; python tests/fuzz/fuzz_cache_file.py && python tests/fuzz/fuzz_api.py && python tests/fuzz/fuzz_caches.py --seconds 3600
+fuzz:       ; for kind in DamagedWorld CallsWorld ''; do python tests/fuzz/fuzz_caches.py --only "$$kind" --seconds 1800 || exit 1; done
 full: lint test exhaustive tiers software_tiers aarch64 windows serial clang sanitize tsan freethreading valgrind llama_cpp audit wheel docs fuzz stores

@@ -13,10 +13,8 @@ import subprocess
 import sys
 import time
 import tracemalloc
-import warnings
 from functools import partial
 
-import fuzz_cache_file
 import numpy as np
 import pytest
 import safetensors
@@ -798,32 +796,6 @@ def test_without_the_packages(path, rng, monkeypatch):
         patched.setitem(sys.modules, "safetensors", None)
         with pytest.raises(ModuleNotFoundError, match=r"kvfast\[files\]"):
             kvfast.load(path)
-
-
-@parametrize("files", [2000, 5000], usual=[2000])
-def test_fuzz(files):
-    """More of them: python tests/fuzz/fuzz_cache_file.py --files 100000"""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of hostile angles
-        outcomes, slowest = fuzz_cache_file.fuzz(files, seed=1)
-    assert sum(outcomes.values()) == files and slowest < 5
-    assert outcomes["refused", False] > files / 2 and min(outcomes["equal", False], outcomes["other", True]) > files / 100
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
-def test_fuzz_with_little_memory():
-    """No file makes kvfast ask for memory that its own size does not speak for."""
-    script = (
-        "import resource, warnings, sys\n"
-        f"sys.path.insert(0, {os.path.dirname(fuzz_cache_file.__file__)!r})\n"
-        "from fuzz_cache_file import fuzz\n"
-        "warnings.simplefilter('ignore')\n"
-        "fuzz(100, seed=2)\n"
-        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20),) * 2)\n"
-        "fuzz(2000, seed=2)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")

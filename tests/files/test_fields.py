@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cache_kinds import KINDS, fill, filled, make
 from compressed_rows import METHODS, correlated
+from damaged_files import places
 from file_parts import with_text
-from fuzz_cache_file import places
 
 import kvfast
 from kvfast.caches.multi_head import MultiHeadConfig

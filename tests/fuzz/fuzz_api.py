@@ -1,40 +1,28 @@
-"""Every public name of kvfast, called with whatever a caller might give, in any order.
+"""Every public name of kvfast, called with whatever a caller might give, in any order, for `fuzz_caches`.
 
-    python tests/fuzz/fuzz_api.py --calls 1000000 --processes 2 --seed 0
-
-An episode is a small world of caches of every kind, snapshots, compressed caches and files, on which a few hundred calls
+A case is a small world of caches of every kind, snapshots, compressed caches and files, on which a few hundred calls
 are made: any public function, class, method or property, with arguments that fit, of which none, one, two or all are then
 exchanged for others: wrong types, huge numbers, arrays of other dtypes, shapes, strides and memory layouts, elements at
 the limits of floats. A call may return, or raise one of the errors that kvfast names, with a text. It must not end the
 process, hang, raise anything else, return a number that is not finite where all that it was given is, or leave a trace
 when it refuses: lengths and stored bytes are compared.
-
-Prints the number of calls, how many returned and how many were refused and by which error, and the rate. An episode is
-always the same for its seed and number; what fails tells both, and ``--episode`` runs it again.
 """
 
-import argparse
 import collections
 import contextlib
-import faulthandler
-import json
 import os
 import random
 import re
-import resource
-import subprocess
-import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
 from cache_kinds import DIM, DTYPES, HEADS, LAYERS, RINGS, fill, make
+from fuzz_forged import little_memory
+from fuzz_histories import FOLDER
 from fuzz_names import RECORDS, parameters, public_names
+from fuzz_oracle import Finding
 from fuzz_recipes import FORMATS, PROTOCOL, Call, recipe_of
 from hostile_values import Misfit, hostile, is_finite
 
@@ -44,8 +32,7 @@ from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.pool import Pool
 from kvfast.caches.sequence_cache import SequenceCache
 
-CALLS = 300  # of an episode
-SECONDS = 120  # for an episode
+CALLS = 300  # of a case
 MOST_BYTES = 8 << 30  # of address space: what is asked for beyond it is refused by the system
 MOST_OF_A_KIND = 4
 MOST_STREAMS = 64  # layers times heads of a cache that stays
@@ -70,12 +57,8 @@ UNTOLD = re.compile(
 )
 
 
-class Broken(AssertionError):
-    """A call that did what no call may."""
-
-
 class World:
-    """The objects of an episode, and where random choices come from."""
+    """The objects of a case, and where random choices come from."""
 
     def __init__(self, rng, folder):
         self.rng, self.folder = rng, folder
@@ -227,23 +210,23 @@ def perform(world, name, function, owner, outcomes, log):
         if kind == "protocol":
             allowed = (*allowed, AttributeError)  # not every object can do all
         if not isinstance(error, allowed):
-            raise Broken(f"{type(error).__name__} is not an error of kvfast: {error}") from error
+            raise Finding(f"{type(error).__name__} is not an error of kvfast", str(error)) from error
         if not str(error) and not isinstance(error, MemoryError) and "Misfit" not in repr(given):
-            raise Broken(f"{type(error).__name__} without a text") from error
+            raise Finding(f"{type(error).__name__} without a text") from error
         if UNTOLD.search(str(error)) and kind != "protocol" and function is not None:
-            raise Broken(f"{type(error).__name__} that names no argument: {error}") from error
+            raise Finding(f"{type(error).__name__} that names no argument", str(error)) from error
         outcomes[type(error).__name__] += 1
         if before != [state(one) for one in watched]:
-            raise Broken(f"refused, and not as it was: {error}") from error
+            raise Finding("refused, and not as it was", str(error)) from error
         return
     is_record = kind in RECORDS or name in RECORDS
     if kind != "protocol" and not is_record and any(isinstance(one, np.ma.MaskedArray) for one in given.values()):
-        raise Broken("took a masked array, whose mask it cannot know")
+        raise Finding("took a masked array, whose mask it cannot know")
     outcomes["returned"] += 1
     world.returned[name] += 1
     parts = result if isinstance(result, tuple) else (result,)
     if name not in INFINITE and not is_record and is_finite(list(given.values())) and not is_finite(parts):
-        raise Broken("not finite, of finite arguments")
+        raise Finding("not finite, of finite arguments")
     for one in parts:
         if type(one).__name__ in KINDS and name not in RECORDS:
             world.add(one)
@@ -266,32 +249,37 @@ def weight(name):
     return 0.02 if name in SLOW else 8 if name.rpartition(".")[2] in OFTEN else 0.3 if NAMES[name][0] is None else 1
 
 
-def episode(seed, number, calls=CALLS):
-    """Make `calls` calls on a new world; how many came to which end."""
-    rng = random.Random(f"{seed} {number}")
-    outcomes, log, names = collections.Counter(), collections.deque(maxlen=8), list(NAMES)
-    weights = [weight(name) for name in names]
-    tier, threads, home = kvfast.active_isa(), kvfast.get_num_threads(), os.getcwd()
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+class CallsWorld:
+    """A few hundred calls on objects of all kinds."""
+
+    def __init__(self, case):
+        self.case = case
+
+    def run(self):
+        rng = random.Random(int(self.case.rng.integers(1 << 62)))
+        log, names = collections.deque(maxlen=8), list(NAMES)
+        threads, home = kvfast.get_num_threads(), os.getcwd()
+        with little_memory(MOST_BYTES), tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            try:
+                os.chdir(folder)  # a path may be any text
+                world = World(rng, Path(folder))
+                for name in rng.choices(names, [weight(one) for one in names], k=CALLS):
+                    self.call(world, name, log)
+            finally:
+                os.chdir(home)
+                kvfast.set_num_threads(threads)
+
+    def call(self, world, name, log):
+        function, owner = NAMES[name]
+        if name.startswith("protocol."):
+            owner = type(world.rng.choice(world.objects)).__name__
+        self.case.calls += 1
         try:
-            os.chdir(folder)  # a path may be any text
-            world = World(rng, Path(folder))
-            for name in rng.choices(names, weights, k=calls):
-                function, owner = NAMES[name]
-                if name.startswith("protocol."):
-                    owner = type(rng.choice(world.objects)).__name__
-                try:
-                    perform(world, name, function, owner, outcomes, log)
-                except Exception as error:
-                    told = "\n".join(
-                        f"  {one}({', '.join(f'{key}={short(value)}' for key, value in given.items())})" for one, given in log
-                    )
-                    raise Broken(f"episode {number} of seed {seed}:\n{told}\n{error}") from error
-        finally:
-            os.chdir(home)
-            kvfast.use_isa(tier)
-            kvfast.set_num_threads(threads)
-    return outcomes
+            perform(world, name, function, owner, self.case.outcomes, log)
+        except Exception as error:
+            told = [f"  {one}({', '.join(f'{key}={short(value)}' for key, value in given.items())})" for one, given in log]
+            signature = getattr(error, "signature", type(error).__name__)
+            raise Finding(f"{signature} | {name}", "\n".join([str(error), *told])) from error
 
 
 def short(value):
@@ -300,75 +288,3 @@ def short(value):
     if isinstance(value, Misfit):
         return "<Misfit>"
     return repr(value)[:200]
-
-
-def fuzz(calls, seed, seconds=float("inf"), progress=None):
-    """Episodes until `calls` calls were made, or `seconds` have passed; `progress` is called before and after each."""
-    outcomes, number, start = collections.Counter(), 0, time.perf_counter()
-    while outcomes.total() < calls and time.perf_counter() - start < seconds:
-        if progress is not None:
-            progress(number, outcomes)
-        outcomes += episode(seed, number)
-        number += 1
-    if progress is not None:
-        progress(number, outcomes)
-    return outcomes
-
-
-def run_process(path, calls, seed, seconds):
-    """In a process of its own, with limits; it leaves in a file how far it came, also if it dies."""
-
-    def progress(number, outcomes):
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
-        path.write_text(json.dumps([number, outcomes]))
-
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    faulthandler.enable()
-    fuzz(calls, seed, seconds, progress)
-    faulthandler.cancel_dump_traceback_later()
-
-
-def run_processes(options, folder):
-    """Whether all came to their end."""
-    start, share, outcomes, good = (time.perf_counter(), -(-options.calls // options.processes), collections.Counter(), True)
-    children = []
-    for i in range(options.processes):
-        path, seed = Path(folder, str(i)), options.seed + i
-        arguments = ["--child", path, "--calls", share, "--seed", seed, "--seconds", options.seconds]
-        children.append((path, seed, subprocess.Popen([sys.executable, __file__, *map(str, arguments)])))
-    for path, seed, child in children:
-        code = child.wait()
-        number, counts = json.loads(path.read_text())
-        outcomes.update(counts)
-        if code:
-            good = False
-            print(f"the process with seed {seed} ended with {code}: --seed {seed} --episode {number}", file=sys.stderr)
-    seconds = time.perf_counter() - start
-    print(
-        f"{outcomes.total():,} calls of {len(NAMES)} names in {options.processes} processes, seeds from {options.seed}, "
-        f"{seconds:.0f} s, {outcomes.total() / seconds:,.0f} a second"
-    )
-    print("; ".join(f"{name} {count:,}" for name, count in outcomes.most_common()))
-    return good
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so long, however many calls that is")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0, help="of the first process; the others have the next numbers")
-    parser.add_argument("--episode", type=int, help="run this one alone")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.episode is not None:
-        print(dict(episode(options.seed, options.episode)))
-    elif options.child:
-        run_process(options.child, options.calls, options.seed, options.seconds)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            sys.exit(not run_processes(options, folder))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,8 @@ steps, are attended to with any options, taken back, and written again; sequence
 loaded. Rows are compared with the given ones: they must be within what their format promises, whatever was done since, and
 attention within the contract of exact attention over the rows that the cache shows, and over those that it was given. Calls
 that must be refused come in between, and leave no trace. Other cases are of caches that must have the bits of others, of
-schedulers, splices, tenants, secrets, and forged files. Each case runs on one of the tiers of this machine.
+schedulers, splices, tenants, secrets, forged and damaged files, and of calls of everything public. Each case runs on one of the
+tiers of this machine. ``--only DamagedWorld`` or another name lets one kind run alone.
 
 Prints the number of cases, calls and cases on each tier. A case is always the same for its seed and number; what fails
 tells both, and ``--case`` runs it again, with all that it did. Findings with the same signature are told once, and the run
@@ -33,8 +34,9 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
+from fuzz_api import CallsWorld
 from fuzz_blocks import BlocksWorld
-from fuzz_forged import ForgedWorld
+from fuzz_forged import DamagedWorld, ForgedWorld
 from fuzz_inputs import often, one_of
 from fuzz_layers import LayersWorld
 from fuzz_oracle import Finding
@@ -63,6 +65,7 @@ WORLDS = {
 }
 # Those that came later have a share of all cases. The other cases stay what they were.
 LATER = {Twins: 8, PreparedWorld: 5, TenantsWorld: 6, SecretWorld: 1, SplicedWorld: 4, ForgedWorld: 10, LayersWorld: 8, BlocksWorld: 8}
+LATER |= {DamagedWorld: 3, CallsWorld: 3}
 SHARE = 0.4
 
 # Seconds of processors for a case: a busy machine is not a finding. Denormals take a hundred times as long as other numbers, and
@@ -91,7 +94,7 @@ class Case:
         # For choices that came later, so that the others stay the same.
         streams = (np.random.default_rng([seed, number, i]) for i in range(1, 7))
         self.later, self.widths, self.newest, self.precision, self.threads, self.fresh = streams
-        self.calls, self.log = 0, []
+        self.calls, self.log, self.outcomes = 0, [], collections.Counter()
 
     def note(self, *did):
         self.log.append(did)
@@ -110,6 +113,12 @@ class Case:
         with kvfast.use_isa(self.tier), np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             world(self).run()
+
+
+def choose(name):
+    """Let one kind of cases run alone."""
+    global WORLDS, LATER
+    WORLDS, LATER = {world: 1 for world in WORLDS | LATER if world.__name__ == name}, {}
 
 
 def run_case(seed, number, loud=False):
@@ -134,12 +143,13 @@ class Report:
 
     def __init__(self):
         self.cases = self.calls = 0
-        self.tiers, self.worlds, self.findings = collections.Counter(), collections.Counter(), {}
+        self.tiers, self.worlds, self.outcomes, self.findings = *(collections.Counter() for _ in range(3)), {}
 
     def add(self, case, found):
         self.cases, self.calls = self.cases + 1, self.calls + case.calls
         self.tiers[case.tier] += 1
         self.worlds[case.log[0][1]] += 1
+        self.outcomes += case.outcomes
 
     def find(self, signature, number, told, seconds, count=1):
         known = self.findings.get(signature, (number, told, 0, seconds))
@@ -151,13 +161,15 @@ class Report:
         self.cases, self.calls = self.cases + fields["cases"], self.calls + fields["calls"]
         self.tiers.update(fields["tiers"])
         self.worlds.update(fields["worlds"])
+        self.outcomes.update(fields["outcomes"])
         for signature, (number, told, count, seconds) in fields["findings"].items():
             self.find(signature, number, told, seconds + later, count)
 
-    def told(self, seed, seconds):
+    def told(self, seed, seconds, only=""):
+        only = f"--only {only} " if only else ""
         lines = [
             f"{signature}\n    {told}\n    {count} times, first after {at:.0f} s: "
-            f"python tests/fuzz/fuzz_caches.py --seed {seed} --case {number}"
+            f"python tests/fuzz/fuzz_caches.py {only}--seed {seed} --case {number}"
             for signature, (number, told, count, at) in sorted(self.findings.items())
         ]
         tiers = ", ".join(f"{name} {count:,}" for name, count in self.tiers.most_common())
@@ -166,6 +178,7 @@ class Report:
             f"{self.cases:,} cases, {self.calls:,} calls in {seconds:.0f} s ({self.cases / seconds:.0f} cases a second), seed {seed}",
             f"tiers: {tiers}",
             f"caches: {worlds}",
+            f"calls and files: {', '.join(f'{name} {count:,}' for name, count in self.outcomes.most_common())}",
             f"{len(self.findings)} findings",
         ]
         return "\n".join(lines)
@@ -212,6 +225,7 @@ def run(options):
                 "seed": options.seed,
                 "cases": options.cases,
                 "processes": options.processes,
+                "only": options.only,
                 "first": first,
                 "child": path,
                 "seconds": max(options.seconds - (time.perf_counter() - start), 0),
@@ -251,7 +265,7 @@ def run(options):
                 time.perf_counter() - start,
             )
             begin(i, number + options.processes)
-    print(report.told(options.seed, time.perf_counter() - start))
+    print(report.told(options.seed, time.perf_counter() - start, options.only))
     return not report.findings
 
 
@@ -262,9 +276,12 @@ def main():
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="run this one alone, and tell what it does")
+    parser.add_argument("--only", default="", help="a kind of cases alone, as DamagedWorld or CallsWorld")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.only:
+        choose(options.only)
     if options.child:
         run_child(options.child, options)
     elif options.case is not None:

@@ -1,4 +1,4 @@
-"""Forged states, files and prompts for `fuzz_caches`: what is taken in serves a hundred calls, and what it shows is finite."""
+"""Forged and damaged states, files and prompts for `fuzz_caches`: what is taken in serves many calls, and what it shows is finite."""
 
 import contextlib
 import copy
@@ -6,13 +6,14 @@ import json
 import random
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
 from cache_kinds import FORMATS, RINGS
+from damaged_files import Good, exchanged, mutated, places
 from dict_store import DictStore
 from file_parts import joined, parts, signed, with_tensors
-from fuzz_cache_file import exchanged, places
 from fuzz_histories import FOLDER
 from fuzz_inputs import DIMS, often, one_of
 from fuzz_oracle import Finding
@@ -24,6 +25,8 @@ if sys.platform.startswith("linux"):
     import resource
 
 CALLS = 100
+FILES = 40  # of a case
+SECONDS = 5  # of processors, for one file
 REFUSED = kvfast.CorruptFileError, kvfast.IncompatibleSnapshotError
 # Finite ones are far below the largest float: a scale of that size is another question than one that is not a number.
 FLOATS = [np.nan, np.inf, -np.inf, 65504.0, -65504.0, 1e30, -1e30, 6e-8, 1e-45, 0.0, -0.0]
@@ -103,14 +106,14 @@ def forged_header(rng, text):
 
 
 @contextlib.contextmanager
-def little_memory():
-    """Let nothing map more than LITTLE: what is saved here, and what it grows to, is far smaller, whatever it claims to be."""
+def little_memory(most=LITTLE):
+    """Let nothing map more bytes: what is saved here, and what it grows to, is far smaller, whatever it claims to be."""
     if not sys.platform.startswith("linux"):
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + LITTLE, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + most, before[1]))
     try:
         yield
     finally:
@@ -340,3 +343,51 @@ class ForgedWorld:
                     cache = self.legal("from_state_dict", type(cache).from_state_dict, made) or cache
                 elif name == "copy" and often(rng, 0.5):
                     cache = made
+                elif name == "snapshot" and made is not None:
+                    self.legal("restore", cache.restore, made)
+
+
+class DamagedWorld(ForgedWorld):
+    """Files with any damage: each is refused, or holds exactly what a good file holds, or its digests were made right again, or it
+    is mapped, where nobody compares the checksums of blocks."""
+
+    def run(self):
+        rng = random.Random(int(self.rng.integers(1 << 62)))
+        goods = [self.good(), self.good()]
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            path = Path(folder, "cache")
+            for _ in range(FILES):
+                data, is_signed = mutated(rng, rng.choice(goods), goods)
+                path.write_bytes(data)
+                self.is_mapped = rng.random() < 0.25
+                start = time.process_time()
+                outcome = self.load(path, goods, is_signed)
+                self.case.outcomes[f"{outcome}, {'mapped' if self.is_mapped else 'read'}"] += 1
+                if time.process_time() - start > SECONDS:
+                    raise Finding("a damaged file takes long", f"{time.process_time() - start:.1f} s")
+
+    def good(self):
+        cache = self.saved_cache()
+        ids = self.rng.integers(99, size=len(cache)) if often(self.rng, 0.3) else None
+        return Good(cache.snapshot(ids, {"kind": type(cache).__name__}))
+
+    def load(self, path, goods, is_signed):
+        """What becomes of a file: "refused", "equal" to a good one, or "other"."""
+        self.case.calls += 1
+        self.case.note("a file", is_signed, self.is_mapped)
+        try:
+            with little_memory(LITTLE // 2):
+                snapshot = kvfast.Snapshot.load(path, mmap=self.is_mapped)
+        except REFUSED:
+            return "refused"
+        except ValueError as error:
+            # The one other refusal: tensors that do not start where they can be mapped.
+            if self.is_mapped and "cannot be mapped" in str(error):
+                return "refused"
+            raise
+        is_equal = any(good.is_of(snapshot) for good in goods)
+        if not (is_equal or is_signed or self.is_mapped):
+            raise Finding("wrong data was accepted")
+        with little_memory():
+            self.use(kvfast.load(path, mmap=self.is_mapped), 5)
+        return "equal" if is_equal else "other"

@@ -1,5 +1,6 @@
 """A short run of `fuzz_caches`, what it found before, and that it can find something."""
 
+import collections
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import fuzz_worlds
 import numpy as np
 import pytest
 from fuzz_blocks import BlocksWorld
-from fuzz_forged import ForgedWorld
+from fuzz_forged import DamagedWorld, ForgedWorld
 from fuzz_others import HeadsWorld
 from fuzz_pools import LatentPoolWorld, PoolWorld
 from fuzz_schedulers import PreparedWorld
@@ -23,7 +24,7 @@ from selection import exhaustive
 import kvfast
 
 # What has a model of its own, or the bits of other caches.
-HELD = [BlocksWorld, SplicedWorld, HeadsWorld, Twins, PoolWorld, LatentPoolWorld]
+HELD = [BlocksWorld, SplicedWorld, HeadsWorld, Twins, PoolWorld, LatentPoolWorld, PreparedWorld, DamagedWorld]
 HELD += [fuzz_worlds.SingleWorld, fuzz_worlds.RingWorld, fuzz_worlds.LatentWorld]
 
 ROPE = kvfast.Rope(theta=9000.0)  # another than that of the fuzzer
@@ -63,6 +64,14 @@ def test_a_short_run():
 def test_each_kind_of_cache(monkeypatch, world, cases):
     alone(monkeypatch, world)
     assert findings(2, range(cases)) == []
+
+
+def test_damage_is_refused_most_of_the_time(monkeypatch):
+    alone(monkeypatch, DamagedWorld)
+    outcomes = sum((fuzz_caches.run_case(1, number)[0].outcomes for number in range(20)), collections.Counter())
+    files = outcomes.total()
+    assert files == 800 and outcomes["refused, read"] > files / 2
+    assert min(outcomes["equal, read"], outcomes["other, mapped"]) > files / 200
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -1,54 +1,15 @@
-"""Damaged and hostile files of caches.
+"""Ways to damage a file of a cache, for `fuzz_forged`.
 
-    python tests/fuzz/fuzz_cache_file.py --files 100000 --seed 0
-
-Every file is a good one with bits flipped, bytes changed, parts cut out, doubled, swapped or appended, the length of
-its header changed, fields of its headers exchanged for others (with and without the digests made right again), or
-tensors exchanged. Each is loaded with ``mmap=False`` or ``mmap=True``. It must be refused with one of the errors that
-`kvfast.load` names, or, where no digest was made right, hold exactly what a good file holds. What loads is used:
-read, attended, appended to, and gone back on.
-
-Prints the number of files, the seed, and how many were refused, accepted as equal to a good file, and accepted
-otherwise: with digests made right, or mapped, where the checksums of the blocks are not verified. File number n of a
-seed is always the same; one that fails is kept, and its number told.
+Bits are flipped, bytes changed, parts cut out, doubled, swapped or appended; the length of the header changes, fields of the headers
+are exchanged for others (with and without the digests made right again), or whole tensors.
 """
 
-import argparse
-import collections
-import contextlib
 import copy
 import json
-import os
-import random
-import signal
-import sys
-import tempfile
-import time
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from cache_kinds import CENTRED, DIM, HEADS, LAYERS, QUERIES, fill, make
 from file_parts import joined, parts, signed, with_tensors
 
-import kvfast
-
-REFUSED = kvfast.CorruptFileError, kvfast.IncompatibleSnapshotError
-SECONDS = 20  # for one file
-KINDS = [
-    ("growing", "int4", 150),
-    ("growing", "int8", 70),
-    ("bounded", "int4-plain", 20),
-    ("sequence", "float16", 40),
-    ("ring with sinks", "int8-plain", 300),
-    ("ring of two windows", "int4", 200),
-    ("sequence", CENTRED, 50),
-    ("ring and whole layer", "bfloat16", 130),
-    ("ring that rotates", "int8", 100),
-    ("growing", "float32", 0),
-]
 VALUES = [
     *(0, 1, -1, 2, 3, 16, 32, 63, 64, 65, 100, 127, 128, 255, 256, 512, 513, 1 << 16, (1 << 16) + 1),
     *(1 << 31, (1 << 31) - 1, 1 << 32, 1 << 33, 1 << 40, (1 << 40) + 1, 1 << 60, 1 << 62, 1 << 63, 1 << 64),
@@ -72,16 +33,23 @@ VALUES = [
 class Good:
     """A good file."""
 
-    def __init__(self, kind, dtype, n, path):
-        rng = np.random.default_rng(n)
-        cache = fill(make(kind, dtype), rng, n)
-        self.snapshot = cache.snapshot(rng.integers(0, 99, n) if n % 20 == 0 else None, {"kind": kind})
-        self.snapshot.save(path)
-        self.header, self.body = parts(path.read_bytes())
+    def __init__(self, snapshot):
+        self.snapshot = snapshot
+        self.header, self.body = parts(snapshot.to_bytes())
         # The library writes metadata in any order; with one order, a seed makes the same files every time.
         self.header["__metadata__"] = dict(sorted(self.header["__metadata__"].items()))
         self.header["__metadata__"]["padding"] = ""
         self.data = joined(self.header, self.body)
+
+    def is_of(self, snapshot):
+        """Whether a snapshot is that of the file, its token ids and metadata included."""
+        ids, expected = snapshot.token_ids, self.snapshot.token_ids
+        return (
+            snapshot == self.snapshot
+            and snapshot.metadata == self.snapshot.metadata
+            and (ids is None) == (expected is None)
+            and (ids is None or np.array_equal(ids, expected))
+        )
 
 
 def places(value, at=()):
@@ -221,105 +189,3 @@ def mutated(rng, good, goods):
     if choice < 9:
         return forged(rng, good, False), False
     return other_tensors(rng, good), True
-
-
-def use(cache):
-    """Whatever its bytes are, a cache that was loaded can be used."""
-    for layer in (0, cache.num_layers - 1):
-        held = cache.layer_length(layer)
-        if held and cache.num_kv_heads <= 64:
-            q = np.resize(QUERIES, (1, cache.num_kv_heads, cache.head_dim))
-            cache.attend(layer, q)
-            cache.attend(layer, q, sliding_window=1)
-        cache.k(layer), cache.v(layer)
-    repr(cache)
-    if (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (LAYERS, HEADS, DIM):
-        snapshot = cache.snapshot()
-        try:
-            fill(cache, np.random.default_rng(0), 3)
-        except kvfast.CacheFullError:
-            cache.truncate(len(cache))
-        cache.restore(snapshot)
-        cache.clear()
-    return cache
-
-
-def is_same(snapshot, good):
-    """Whether a snapshot is that of a good file, its token ids and metadata included."""
-    ids, expected = snapshot.token_ids, good.snapshot.token_ids
-    return (
-        snapshot == good.snapshot
-        and snapshot.metadata == good.snapshot.metadata
-        and (ids is None) == (expected is None)
-        and (ids is None or np.array_equal(ids, expected))
-    )
-
-
-def check(data, goods, is_signed, mmap, path):
-    """Load a file: "refused", "equal" or "other"."""
-    path.write_bytes(data)
-    try:
-        snapshot = kvfast.Snapshot.load(path, mmap=mmap)
-    except REFUSED:
-        return "refused"
-    except ValueError as error:
-        # The one other refusal: tensors that do not start where they can be mapped.
-        if mmap and "cannot be mapped" in str(error):
-            return "refused"
-        raise
-    equal = any(is_same(snapshot, good) for good in goods)
-    if not (equal or is_signed or mmap):
-        raise AssertionError("wrong data was accepted")
-    with np.errstate(all="ignore"), contextlib.suppress(kvfast.NonFiniteInputError):  # of scales that nobody wrote
-        use(kvfast.load(path, mmap=mmap))
-    return "equal" if equal else "other"
-
-
-def fuzz(count, seed, report=False):
-    """Check `count` files; the number of each outcome."""
-    outcomes, slowest = collections.Counter(), 0.0
-    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(dir=shared) as folder:
-        goods = [Good(*kind, Path(folder, "good")) for kind in KINDS]
-        path = Path(folder, "cache")
-        for number in range(count):
-            rng = random.Random(f"{seed} {number}")  # any one of them can be made again
-            good, mmap = rng.choice(goods), rng.random() < 0.25
-            data, is_signed = mutated(rng, good, goods)
-            start = time.perf_counter()
-            if hasattr(signal, "alarm") and report:
-                signal.alarm(SECONDS)  # ends the process: a hang inside the library cannot be interrupted otherwise
-            try:
-                outcome = check(data, goods, is_signed, mmap, path)
-            except BaseException:  # a panic of the library is not an Exception
-                keep = Path(tempfile.gettempdir(), f"kvfast-fuzz-{seed}-{number}")
-                keep.write_bytes(data)
-                print(f"file {number} of seed {seed}, mmap={mmap}, signed={is_signed}: {keep}", file=sys.stderr)
-                raise
-            outcomes[outcome, mmap] += 1
-            slowest = max(slowest, time.perf_counter() - start)
-        if report and hasattr(signal, "alarm"):
-            signal.alarm(0)
-    return outcomes, slowest
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    start = time.perf_counter()
-    outcomes, slowest = fuzz(options.files, options.seed, report=True)
-    seconds = time.perf_counter() - start
-    print(f"{options.files:,} files, seed {options.seed}, {seconds:.0f} s, the slowest {1e3 * slowest:.0f} ms; none crashed")
-    for mmap in (False, True):
-        refused, equal, other = (outcomes[name, mmap] for name in ("refused", "equal", "other"))
-        print(
-            f"mmap={mmap}: {refused:,} refused, {equal:,} accepted with identical content, "
-            f"{other:,} accepted otherwise "
-            f"({'forged' if not mmap else 'forged, or blocks not verified'})"
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -41,7 +41,7 @@ from fuzz_inputs import often, one_of
 from fuzz_layers import LayersWorld
 from fuzz_oracle import Finding
 from fuzz_others import CompressedWorld, HeadsWorld, PlainWorld
-from fuzz_pools import LatentPoolWorld, PoolWorld, SchedulerWorld
+from fuzz_pools import LatentPoolWorld, PoolWorld
 from fuzz_schedulers import PreparedWorld
 from fuzz_secrets import SecretWorld
 from fuzz_splices import SplicedWorld
@@ -58,7 +58,7 @@ WORLDS = {
     PoolWorld: 24,
     LatentWorld: 8,
     LatentPoolWorld: 7,
-    SchedulerWorld: 5,
+    PreparedWorld: 5,
     HeadsWorld: 4,
     PlainWorld: 6,
     CompressedWorld: 2,

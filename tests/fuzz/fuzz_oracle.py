@@ -37,6 +37,11 @@ class Finding(AssertionError):
         self.signature = signature
 
 
+def rows_of(result, first, last):
+    """The outputs of some queries, with their log-sum-exps if these were asked for."""
+    return tuple(one[first:last] for one in result) if isinstance(result, tuple) else result[first:last]
+
+
 @functools.cache
 def rotation(dim):
     """The orthogonal, symmetric matrix that rows of a rotated side are turned by: Hadamard's in Hartley's, between signs."""

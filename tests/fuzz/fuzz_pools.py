@@ -1,11 +1,9 @@
 """Pools of many sequences for `fuzz_caches`."""
 
-import functools
-
 import numpy as np
 from fuzz_histories import Held
 from fuzz_inputs import as_given, often, one_of
-from fuzz_refusals import filling, left_out, refuse_numbers
+from fuzz_oracle import rows_of
 from fuzz_worlds import LatentWorld, RingWorld, SingleWorld
 
 import kvfast
@@ -208,8 +206,7 @@ class PoolWorld(SingleWorld):
                 return
             raise
         for held, first, last in zip(some, bounds, bounds[1:]):
-            part = tuple(one[first:last] for one in got) if isinstance(got, tuple) else got[first:last]
-            self.verify(held, layer, exact_q[first:last], part, options, out_dtype)
+            self.verify(held, layer, exact_q[first:last], rows_of(got, first, last), options, out_dtype)
 
 
 class LatentPoolWorld(PoolWorld, LatentWorld):
@@ -222,121 +219,3 @@ class LatentPoolWorld(PoolWorld, LatentWorld):
         rows, kept = as_given(self.rng, np.concatenate([k[:, 0], v[:, 0]], axis=1), not self.prompts)
         self.pool.append_batch(layer, rows, slots)
         return kept[:, None, : self.dims[0]], kept[:, None, self.dims[0] :]
-
-
-class SchedulerWorld(PoolWorld):
-    """A pool whose blocks another scheduler hands out: sequences are tables of blocks here."""
-
-    name = "PagedKVCache of a scheduler"
-
-    def __init__(self, case):
-        SingleWorld.__init__(self, case)
-        self.free = list(self.rng.permutation(self.pool.num_blocks))
-        self.tables = {}
-        self.held = []
-        for _ in range(int(self.rng.integers(1, 5))):
-            held = Held(None, self.track(), self.source())
-            self.tables[id(held)] = []
-            self.held.append(held)
-
-    def shape(self):
-        super().shape()
-        self.formats = [kvfast.KVFormat.of("int8") if one.seals or one.num_first_float_tokens else one for one in self.formats]
-
-    def make(self):
-        self.pool = self.make_pool()
-        return self.pool
-
-    def positions(self, held, layer):
-        return SingleWorld.positions(self, held, layer)  # of `_Shown`
-
-    def run(self):
-        rng, size = self.rng, self.block_size
-        for _ in range(int(rng.integers(3, 12))):
-            some = [self.held[i] for i in rng.permutation(len(self.held))[: int(rng.integers(1, 5))]]
-            if often(rng, 0.15):  # one is done, and its blocks serve the next
-                old = some.pop()
-                self.free += self.tables.pop(id(old))
-                self.held[self.held.index(old)] = held = Held(None, self.track(), self.source())
-                self.tables[id(held)] = []
-                some.append(held)
-            counts = [int(one_of(rng, [1, 1, 2, 17, 40])) for _ in some]
-            slots = []
-            for held, n in zip(some, counts):
-                table = self.tables[id(held)]
-                while len(table) * size < held.track.length + n and self.free:
-                    table.append(self.free.pop())
-                slots.append(
-                    [
-                        table[at // size] * size + at % size if at // size < len(table) else -1
-                        for at in range(held.track.length, held.track.length + n)
-                    ]
-                )
-            if any(-1 in one for one in slots):
-                return
-            padding = int(rng.integers(3))
-            slots = np.array([one for some_slots in slots for one in some_slots] + [-1] * padding, np.int64)
-            new = [held.source.take(n) for held, n in zip(some, counts)]
-            self.case.note("append_batch", counts)
-            other = filling(self.case.newest) if padding else 0
-            for layer in range(len(self.formats)):
-                k, v = (
-                    np.concatenate(
-                        [rows[layer][side] for rows in new] + [np.full((padding, self.heads, self.dims[side]), other, np.float32)]
-                    )
-                    for side in (0, 1)
-                )
-                if often(self.case.newest, 0.1):
-                    refuse_numbers(
-                        self, functools.partial(self.pool.append_batch, layer, k, v), {"slot_mapping": slots}, self.case.newest
-                    )
-                with left_out(other):
-                    k, v = self.append_batch(layer, k, v, slots)
-                for held, last, n in zip(some, np.cumsum(counts), counts):
-                    held.track.append(layer, k[last - n : last], v[last - n : last])
-            for held, n in zip(some, counts):
-                held.track.advance(n)
-            for layer in range(len(self.formats)):
-                self.attend_tables(some, layer)
-
-    def attend_tables(self, some, layer):
-        rng, num_q_heads = self.rng, self.random_heads()
-        q, exact_q = as_given(rng, np.concatenate([held.source.queries(1, num_q_heads, held.track.rows[layer]) for held in some]))
-        tables = [self.tables[id(held)] for held in some]
-        table = np.full((len(some), max(map(len, tables))), -1, np.int32)
-        for row, one, held in zip(table, tables, some):
-            row[: len(one)] = one
-            if self.windows:
-                first, sinks = (held.track.length - self.windows[layer]) // self.block_size, -(-self.num_sink_tokens // self.block_size)
-                row[sinks : max(first, sinks)] = one_of(rng, [-1, 1 << 30, 0])
-        options = self.options(num_q_heads, self.windows and self.windows[layer])
-        self.case.note("attend_batch", layer, [one.track.length for one in some], options)
-        attend = functools.partial(self.pool.attend_batch, layer, q, **options)
-        lengths = np.array([one.track.length for one in some])
-        if often(self.case.newest, 0.1):
-            given = {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": np.arange(len(some) + 1)}
-            refuse_numbers(self, attend, given, self.case.newest)
-        got = attend(block_table=table, seq_lens=lengths)
-        for i, held in enumerate(some):
-            part = tuple(one[i : i + 1] for one in got) if isinstance(got, tuple) else got[i : i + 1]
-            self.verify_inputs(held, layer, exact_q[i : i + 1], part, options)
-
-    def verify_inputs(self, held, layer, q, got, options):
-        """k() is missing here: floats are held to what they must be, codes to what another cache has of the same rows."""
-        cache = kvfast.KVCache(1, self.heads, self.dims[0], dtype=[self.formats[layer]], v_head_dim=self.dims[1])
-        cache.append(0, *held.track.rows[layer])
-        held.cache = _Shown(cache, layer)
-        self.verify(held, layer, q, got, options)
-
-
-class _Shown:
-    """The rows of one layer of another cache, as if they were those of this one."""
-
-    def __init__(self, cache, layer):
-        self._cache, self._layer = cache, layer
-
-    def k(self, layer):
-        return self._cache.k(0)
-
-    def v(self, layer):
-        return self._cache.v(0)

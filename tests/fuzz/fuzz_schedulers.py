@@ -6,12 +6,14 @@ import numpy as np
 from fuzz_histories import NO_DIFFERENCE
 from fuzz_inputs import often, one_of, random_formats
 from fuzz_layers import SideBySide, mixed_formats
-from fuzz_oracle import Finding, open_tokens
+from fuzz_oracle import Finding, open_tokens, rows_of
 from fuzz_pools import PoolWorld
 from fuzz_refusals import bits, filling, left_out, refuse_numbers
 from fuzz_worlds import SingleWorld
 
 import kvfast
+
+WINDOW = "sliding_window", "num_sink_tokens", "rollback"
 
 
 class Scheduled:
@@ -25,9 +27,10 @@ class Scheduled:
 
 
 class PreparedWorld(PoolWorld):
-    """A pool with float rows under another scheduler: outputs have the bits of a cache that did the same steps."""
+    """A pool under another scheduler: outputs have the bits of a cache that did the same steps. One with float rows prepares its
+    batches; others take slots and tables as they come, and may have a window."""
 
-    name = "PagedKVCache of prepare_batch"
+    name = "PagedKVCache of a scheduler"
 
     def __init__(self, case):
         SingleWorld.__init__(self, case)
@@ -40,6 +43,10 @@ class PreparedWorld(PoolWorld):
     def shape(self):
         super().shape()
         self.dims = tuple(min(one, 64) for one in self.dims)
+        self.is_prepared = often(self.rng, 0.6)
+        if not self.is_prepared:
+            self.formats = [kvfast.KVFormat.of("int8") if one.seals or one.num_first_float_tokens else one for one in self.formats]
+            return
         while not any(one.seals or one.num_first_float_tokens for one in self.formats):
             self.formats = random_formats(self.rng, len(self.formats))
         if often(self.case.newest, 0.5):
@@ -47,9 +54,9 @@ class PreparedWorld(PoolWorld):
 
     def arrange(self):
         super().arrange()
-        for name in ("sliding_window", "num_sink_tokens", "rollback"):  # such pools have no batches of this kind
-            self.settings.pop(name, None)
-        self.windows, self.num_sink_tokens = None, 0
+        if self.is_prepared:  # such pools have no windows
+            self.settings = {name: value for name, value in self.settings.items() if name not in WINDOW}
+            self.windows, self.num_sink_tokens = None, 0
         self.settings["num_blocks"] = 150
 
     def make(self):
@@ -61,17 +68,16 @@ class PreparedWorld(PoolWorld):
         return pools[0]
 
     def begin(self, table=(), track=None):
-        twin = (
-            None
-            if table
-            else kvfast.KVCache(
-                len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], block_size=self.block_size
-            )
-        )
         for block in table:
             self.owners[block] += 1
-        self.held.append(Scheduled(self, table, track, twin))
+        self.held.append(Scheduled(self, table, track, None if table else self.plain(self.block_size)))
         return self.held[-1]
+
+    def plain(self, block_size):
+        if not self.windows:
+            return super().plain(block_size)
+        shape, window = (len(self.formats), self.heads, self.dims[0]), {name: self.settings[name] for name in WINDOW}
+        return kvfast.RingKVCache(*shape, dtype=self.formats, v_head_dim=self.dims[1], block_size=block_size, **window)
 
     def end(self, held):
         self.held.remove(held)
@@ -127,6 +133,8 @@ class PreparedWorld(PoolWorld):
             if held.track.coded_at(n) != held.track.coded_at(length) or n == first:
                 held.twin = None  # a cache has given back the floats of a block by now, which the pool may have yet; or as in `share`
             held.track.truncate(n)
+            if held.twin is not None and held.track.longest - n > self.rollback:
+                held.twin = None
             if held.twin is not None:
                 held.twin.truncate(n)
             while len(held.table) * size >= n + size:
@@ -147,10 +155,14 @@ class PreparedWorld(PoolWorld):
             row[: len(held.table)] = held.table
         bounds, lengths = np.concatenate([[0], np.cumsum(counts)]), [held.track.length + n for held, n in zip(some, counts)]
         self.case.note("prepare", [self.held.index(one) for one in some], lengths, counts)
-        tables = {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": bounds, "slot_mapping": slots + [-1] * padding}
-        if often(rng, 0.1):
-            refuse_numbers(self, self.pool.prepare_batch, tables, rng)
-        batch = self.pool.prepare_batch(**tables)
+        slots, tables = slots + [-1] * padding, {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": bounds}
+        if self.is_prepared:
+            if often(rng, 0.1):
+                refuse_numbers(self, self.pool.prepare_batch, tables | {"slot_mapping": slots}, rng)
+            slots = self.pool.prepare_batch(**tables, slot_mapping=slots)
+            tables = {"batch": slots}
+        else:
+            self.hide_what_no_query_sees(table, lengths, counts)
         new = [held.source.take(n) for held, n in zip(some, counts)]
         for layer in range(len(self.formats)):
             rows = [np.concatenate([one[layer][side] for one in new]) for side in (0, 1)]
@@ -160,31 +172,42 @@ class PreparedWorld(PoolWorld):
                     held.twin.append(layer, rows[0][first:last], rows[1][first:last])
             k, v = (np.concatenate([one, np.full((padding, *one.shape[1:]), self.filling, np.float32)]) for one in rows)
             self.case.calls += 1
+            if not self.is_prepared and often(rng, 0.1):
+                refuse_numbers(self, functools.partial(self.pool.append_batch, layer, k, v), {"slot_mapping": slots}, rng)
             with left_out(padding and self.filling):
-                self.pool.append_batch(layer, k, v, batch)
+                self.pool.append_batch(layer, k, v, slots)
             if often(rng, 0.7):
-                self.attend_prepared(some, counts, layer, batch)
+                self.attend_tables(some, counts, layer, **tables)
         for held, n in zip(some, counts):
             held.track.advance(n)
             if held.twin is not None:
                 held.twin.advance(n)
 
-    def attend_prepared(self, some, counts, layer, batch):
-        rng, num_q_heads = self.rng, self.random_heads()
-        options = self.options(num_q_heads)
-        options.pop("attention_chunk_size", None)
+    def hide_what_no_query_sees(self, table, lengths, counts):
+        """Blocks before a window, of which a table may tell anything."""
+        for row, length, n in zip(table, lengths, counts) if self.windows else ():
+            first, sinks = (length - n + 1 - self.windows[0]) // self.block_size, -(-self.num_sink_tokens // self.block_size)
+            row[sinks : max(first, sinks)] = one_of(self.rng, [-1, 1 << 30, 0])
+
+    def attend_tables(self, some, counts, layer, batch=None, **tables):
+        rng, num_q_heads, window = self.rng, self.random_heads(), self.windows and self.windows[layer]
+        options = self.options(num_q_heads, window)
+        if self.is_prepared:
+            options.pop("attention_chunk_size", None)
         queries = [held.source.queries(n, num_q_heads, held.track.rows[layer]) for held, n in zip(some, counts)]
         self.case.note("attend_batch", layer, options)
         cascade = often(rng, 0.3)
         call = functools.partial(self.pool.attend_batch, layer, np.concatenate(queries), batch, cascade=cascade, **options)
         self.case.calls += 1
+        if tables and often(rng, 0.1):
+            refuse_numbers(self, call, tables, rng)
         try:
-            got = call()
+            got = call(**tables)
         except kvfast.NonFiniteInputError:
             return
         at = 0
         for held, query in zip(some, queries):
-            part = tuple(one[at : at + len(query)] for one in got) if isinstance(got, tuple) else got[at : at + len(query)]
+            part = rows_of(got, at, at + len(query))
             at += len(query)
             out = part[0] if isinstance(part, tuple) else part
             if held.twin is not None and not cascade:
@@ -192,8 +215,9 @@ class PreparedWorld(PoolWorld):
                 expected = expected[0] if isinstance(expected, tuple) else expected
                 if bits(out) != bits(expected):
                     raise Finding("a scheduler's sequence has other bits than a cache", f"by {np.abs(out - expected).max():.3g}")
-            elif often(rng, 0.1):  # what has the bits of a cache is as right as that
-                exact_options = {name: value for name, value in options.items() if name not in NO_DIFFERENCE}
+            elif often(rng, 0.1 if self.is_prepared else 0.4):  # what has the bits of a cache is as right as that
+                exact_options = {"sliding_window": window, "num_sink_tokens": self.num_sink_tokens} if window else {}
+                exact_options |= {name: value for name, value in options.items() if name not in NO_DIFFERENCE}
                 positions = np.arange(held.track.layer_length(layer))
                 fast = options.get("precision") == "fast"
                 self.verify_given(held.track, layer, query, out, positions, exact_options, "float32", self.where(layer), fast)

@@ -6,7 +6,7 @@ import gc
 import numpy as np
 from fuzz_histories import NO_DIFFERENCE, Held
 from fuzz_inputs import often, one_of
-from fuzz_oracle import Finding, Side, check_output, contract
+from fuzz_oracle import Finding, Side, check_output, contract, rows_of
 from fuzz_refusals import bits
 from fuzz_twins import MOST_ALIKE, bits_of
 from fuzz_worlds import SingleWorld
@@ -177,7 +177,7 @@ class SplicedWorld(SingleWorld):
         if "indices" in options:
             options = options | {"indices": options["indices"][at : at + 1]}
         one = alone.attend(layer, q[at : at + 1], **options)
-        if bits_of(rows_of(got, at)) != bits_of(one):
+        if bits_of(rows_of(got, at, at + 1)) != bits_of(one):
             raise Finding("several queries have other bits than one | spliced", f"query {at} of {len(q)}")
 
     def check_shown(self, cache, layer, q, got, options):
@@ -205,7 +205,3 @@ class SplicedWorld(SingleWorld):
                 error, most = np.abs(other.v(layer) - held.cache.v(layer)).max(), np.abs(values).max()
                 if len(other) != len(held.cache) or not error <= most:
                     raise Finding("a spliced snapshot is not what it was | convert", f"{error:.3g}")
-
-
-def rows_of(result, at):
-    return tuple(one[at : at + 1] for one in result) if isinstance(result, tuple) else result[at : at + 1]

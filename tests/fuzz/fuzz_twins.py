@@ -6,7 +6,7 @@ import functools
 import numpy as np
 from fuzz_histories import STEPS
 from fuzz_inputs import often, one_of
-from fuzz_oracle import Finding
+from fuzz_oracle import Finding, rows_of
 from fuzz_pools import LatentPoolWorld, PoolWorld
 from fuzz_refusals import bits, put_rows, refuse
 from fuzz_worlds import LatentWorld, RingWorld, SingleWorld
@@ -118,7 +118,7 @@ class Twins:
         if isinstance(out, type) or n > MOST_ALIKE:
             return
         last = self.both(lambda held: held.cache.attend(layer, q[-1:], **options))
-        if bits_of(last_of(out)) != bits_of(last):
+        if bits_of(rows_of(out, n - 1, n)) != bits_of(last):
             raise Finding(f"several queries have other bits than one | {world.name}")
 
     def disturb(self):
@@ -166,10 +166,6 @@ class Twins:
                 if bits(one) != bits(other):
                     return f"layer {layer}: by at most {np.abs(one - other).max():.3g}"
         return "lengths"
-
-
-def last_of(result):
-    return tuple(one[-1:] for one in result) if isinstance(result, tuple) else result[-1:]
 
 
 def bits_of(result):

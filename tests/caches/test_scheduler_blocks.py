@@ -1,11 +1,13 @@
-"""Formats with float rows under the tables of another scheduler: the bits of sequences, whatever the scheduler does with its blocks."""
+"""Formats with float rows under the tables of another scheduler: the bits of sequences, whatever the scheduler does with its blocks.
+
+Histories at random are `PreparedWorld`, in fuzz/fuzz_schedulers.py.
+"""
 
 import numpy as np
 import pytest
 from cache_kinds import SEALING, UNSEALED, filled
 from pool_buffers import CANARY, outside, strided
 from reference import attention, relative_error
-from selection import on_tiers
 
 import kvfast
 from kvfast.caches.buffer_layout import buffer_layout
@@ -79,33 +81,6 @@ class Scheduler:
         self.free = [int(block) for block in self.rng.permutation(self.free + request.blocks)]
 
 
-@on_tiers("name", FORMATS, ("int4", "means, k8v4", "recent, packed", "channels, int3"))
-def test_the_bits_of_sequences(isa, rng, name):
-    scheduler = Scheduler(FORMATS[name], rng)
-    requests = [scheduler.new() for _ in range(3)]
-    scheduler.step(requests, [200, 3, 64])
-    for _ in range(30):
-        scheduler.step(requests, rng.integers(1, 9, 3).tolist())
-    scheduler.step(requests[:2], [70, 1])
-    for _ in range(3):  # freed blocks are written again, in another order
-        scheduler.release(requests.pop(0))
-        requests.append(scheduler.new())
-        scheduler.step(requests, [1, 2, int(rng.integers(1, 260))])
-        for _ in range(20):
-            scheduler.step(requests, [1] * 3)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_drafts_are_taken_back(rng, name):
-    """A block that drafts fill is not sealed with them."""
-    scheduler = Scheduler(FORMATS[name], rng)
-    requests = [scheduler.new() for _ in range(2)]
-    scheduler.step(requests, [130, 60])
-    for _ in range(60):
-        counts = rng.integers(1, 9, 2)
-        scheduler.step(requests, counts.tolist(), accepted=rng.integers(1, counts + 1).tolist())
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_prefixes_are_shared(rng, name):
     """By a request of the same step, which sees the float rows; and later, as codes."""
@@ -147,19 +122,6 @@ def test_float_rows_are_bounded(rng):
     scheduler.step(requests, [1] * 3)
     piece = 16 * LAYERS * HEADS * 2 * DIM * 2  # bytes of 16 float16 tokens
     assert scheduler.pool.nbytes - empty <= 3 * (2 * 64 + 2 * 16) // 16 * piece + 8 * piece
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_sequences_rest(rng, name):
-    """While others go on, for as long as the blocks last, a sequence keeps what it needs to go on with the bits of its own."""
-    scheduler = Scheduler(FORMATS[name], rng, num_blocks=64)
-    requests = [scheduler.new() for _ in range(20)]
-    for request in requests:
-        scheduler.step([request], [int(rng.integers(1, scheduler.size + 20))])
-    for _ in range(60):
-        some = rng.permutation(20)[: rng.integers(1, 4)]
-        counts = rng.integers(1, 5, len(some))
-        scheduler.step([requests[i] for i in some], counts.tolist(), accepted=rng.integers(1, counts + 1).tolist())
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -195,9 +195,7 @@ class SplicedWorld(SingleWorld):
         size = int(one_of(self.rng, [16, 32, 64, 128]))
         if any(one.seals for one in self.formats) or not len(held.cache):
             return
-        other = kvfast.KVCache(
-            len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], block_size=size
-        )
+        other = self.plain(size)
         self.case.note("convert", size)
         with contextlib.suppress(kvfast.NonFiniteInputError):
             other.restore(held.cache.snapshot(), convert=True)

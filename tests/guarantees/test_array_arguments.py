@@ -137,6 +137,12 @@ def floats(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
+def rotation():
+    """What `write` takes to rotate and norm."""
+    tables = {"cos": floats(2 * TOKENS, DIM // 2), "sin": floats(2 * TOKENS, DIM // 2, seed=1)}
+    return {**tables, "positions": np.arange(TOKENS)[::-1].copy(), "q_norm": floats(DIM), "k_norm": floats(DIM, seed=1)}
+
+
 def caches():
     """(class name, what else tells it, function that makes an empty cache with one layer)."""
     yield "KVCache", "", lambda: kvfast.KVCache(1, HEADS, DIM)
@@ -154,8 +160,7 @@ def calls():
     """{public name: (function of arrays, arrays that fit)}; the functions return what can be seen of the call."""
     q, (k, v) = floats(3, HEADS * GROUP, DIM), kv()
     per_head = {"sinks": floats(HEADS * GROUP), "alibi_slopes": abs(floats(HEADS * GROUP))}
-    tables = {"cos": floats(2 * TOKENS, DIM // 2), "sin": floats(2 * TOKENS, DIM // 2, seed=1)}
-    rotary = {**tables, "positions": np.arange(TOKENS)[::-1].copy(), "q_norm": floats(DIM), "k_norm": floats(DIM, seed=1)}
+    rotary = rotation()
     qkv = floats(TOKENS, (HEADS * GROUP + 2 * HEADS) * DIM)
     found = {
         "attention": (kvfast.attention, {"q": q, "k": k, "v": v, **per_head}),
@@ -248,7 +253,7 @@ def compression_calls():
     compressor = kvfast.KVCacheCompressor(kvfast.Hybrid(8))
     k, v = (one.transpose(1, 0, 2).copy() for one in kv())
     q, qkv = floats(3, HEADS * GROUP, DIM), floats(3, (HEADS * GROUP + 2 * HEADS) * DIM)
-    tables = {"cos": floats(2 * TOKENS, DIM // 2), "sin": floats(2 * TOKENS, DIM // 2, seed=1)}
+    tables = {name: rotation()[name] for name in ("cos", "sin")}
 
     def prefixed():
         return kvfast.PrefixKVCache([compressor.compress_kv_3d(k, v)])
@@ -290,13 +295,7 @@ def paged_calls():
     """A batch of two sequences, and another scheduler's tables."""
     q, (k, v), counts = floats(5, HEADS * GROUP, DIM), kv(), [30, 40]
     qkv = floats(TOKENS, (HEADS * GROUP + 2 * HEADS) * DIM)
-    rotary = {
-        "cos": floats(TOKENS, DIM // 2),
-        "sin": floats(TOKENS, DIM // 2, seed=1),
-        "positions": np.arange(TOKENS)[::-1].copy(),
-        "q_norm": floats(DIM),
-        "k_norm": floats(DIM, seed=1),
-    }
+    rotary = rotation()
     latent, latent_q = floats(TOKENS, RANK + ROPE), floats(5, HEADS, RANK + ROPE)
     plain = {"block_table": np.array([[4, 1], [2, 3]], np.int32), "seq_lens": np.array([30, 20]), "cu_seqlens_q": np.array([0, 2, 5])}
     slots = np.concatenate([4 * 64 + np.arange(30), 2 * 64 + np.arange(40)])

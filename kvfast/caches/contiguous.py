@@ -44,19 +44,12 @@ class KVCache(SequenceCache):
         For a model that also has recurrent layers: the most bytes that the checkpoints of their states take, see `add_checkpoint`.
         Where there are more, the cache drops those that lie close to others, and keeps the most among the newest tokens.
 
-    Raises
-    ------
-    ValueError
-        For a size out of range or an unknown dtype.
-    MemoryError
-        If the memory cannot be allocated.
-
     Notes
     -----
     Each layer keeps its own length: append to every layer, then `advance`. All checks run before anything
     is written; a refused call leaves the cache as it was. Every method of every cache raises DimensionMismatchError for a wrong
     shape, TypeError for a wrong type, IndexError for a layer that is not there, NonFiniteInputError for NaN and infinity, and
-    ValueError for a value out of range.
+    ValueError for a value out of range. MemoryError says that memory cannot be allocated.
 
     A format that seals blocks, such as ``"int4"`` (see `KVFormat`), keeps tokens as float16 until they are advanced and their
     block is full. Queries still read the float16 rows until 16 further tokens follow the block. If `truncate` goes back further

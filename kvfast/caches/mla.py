@@ -107,16 +107,11 @@ class MLAKVCache(SequenceCache):
         ----------
         layer : int
         k : array of shape (num_tokens, num_heads, k_dim + rope_dim)
-            The last `rope_dim` elements are the rotary part, the same in all heads.
+            The last `rope_dim` elements are the rotary part, the same in all heads; otherwise a ValueError.
         v : array of shape (num_tokens, num_heads, v_dim)
         down_k : array of shape (num_heads, k_dim, latent_dim)
         down_v : array of shape (num_heads, v_dim, latent_dim)
             All arrays are float32, float16 or bfloat16.
-
-        Raises
-        ------
-        ValueError
-            If the rotary parts of a token differ.
         """
         k, v, down_k, down_v = _floats(k, "k"), _floats(v, "v"), _floats(down_k, "down_k"), _floats(down_v, "down_v")
         tokens, heads, width = k.shape
@@ -172,7 +167,7 @@ class MLAKVCache(SequenceCache):
         """The best positions for the last tokens by an indexer, whose keys are the rows of a layer, for the `indices` of `attend`.
 
         The score of a position is ``sum over heads h of weights[h] * max(q[h] . row, 0)``, the lightning indexer of DeepSeek-V3.2
-        (arXiv 2512.02556). A positive factor in it changes nothing.
+        (arXiv 2512.02556). A positive factor in it changes nothing. The cache of an indexer has no rotary part: make it with ``rope_dim=0``.
 
         Parameters
         ----------
@@ -189,11 +184,6 @@ class MLAKVCache(SequenceCache):
         -------
         ndarray of shape (num_tokens, k), int64
             Positions in ascending order, then -1 where a query sees fewer than `k`. Where scores are the same, lower positions come in.
-
-        Raises
-        ------
-        ValueError
-            For rows with a rotary part: make the cache of an indexer with ``rope_dim=0``.
 
         Examples
         --------

@@ -127,11 +127,7 @@ class MultiHeadKVCache(_Heads, StorageProperties):
         Configuration of each head.
     **fields
         The fields of one instead: `head_dim`, and `bits`, `rotation`, `codebook`, `num_q_heads` and `seed` as far as they differ.
-
-    Raises
-    ------
-    DimensionMismatchError
-        If `num_q_heads` is not a multiple of `num_heads`.
+        `num_q_heads` is a multiple of `num_heads`.
 
     Notes
     -----
@@ -197,12 +193,7 @@ class MultiHeadKVCache(_Heads, StorageProperties):
         Parameters
         ----------
         keys, values : num_heads vectors of head_dim
-            As the `queries` of `attention_scores`. If a token is refused, every head stays as it was.
-
-        Raises
-        ------
-        NonFiniteInputError
-            Also for a magnitude above 6e35.
+            As the `queries` of `attention_scores`, at most 6e35 in magnitude. If a token is refused, every head stays as it was.
         """
         k = vectors(keys, "keys", self.num_heads, self.head_dim)[None]
         v = vectors(values, "values", self.num_heads, self.head_dim)[None]

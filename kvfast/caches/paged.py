@@ -55,7 +55,6 @@ class PagedKVCache(Pool):
     TypeError
         For a list with a shape or window per layer. A block has all layers, so layers that differ need one pool per
         kind, and a model's sequence needs one sequence in each pool.
-    MemoryError
 
     Notes
     -----

@@ -250,17 +250,9 @@ class Pool(StorageProperties):
     def seal_blocks(self, block_ids: ArrayLike) -> NDArray[np.bool_]:
         """Let full blocks of another scheduler hold all of their tokens, before it copies their bytes elsewhere.
 
-        A format that seals blocks keeps tokens as floats at first, outside of the blocks. Other formats have nothing to do.
-
-        Parameters
-        ----------
-        block_ids : integers of shape (num_blocks,)
-
-        Returns
-        -------
-        ndarray of shape (num_blocks,), bool
-            Whether a block holds all of its tokens. Not so if it is not full, or if it was written again from its middle on with
-            tokens that do not fit its scales.
+        A format that seals blocks keeps tokens as floats at first, outside of the blocks. Other formats have nothing to do. `block_ids`
+        are integers of shape (num_blocks,). The result, bool of this shape, is whether a block holds all of its tokens. Not so if it is
+        not full, or if it was written again from its middle on with tokens that do not fit its scales.
         """
         return self._batches.seal_blocks(block_ids)
 
@@ -277,18 +269,14 @@ class Pool(StorageProperties):
         return self._batches.first_rows_nbytes()
 
     def take_blocks(self, block_ids: ArrayLike, first_float_rows: NDArray[np.uint8] | None = None) -> None:
-        """Take blocks of another scheduler, whose bytes it has copied from elsewhere, as full and written.
+        """Take blocks of another scheduler, whose bytes it has copied from elsewhere, as full and written. ValueError in a pool with
+        sequences of its own.
 
         Parameters
         ----------
         block_ids : integers of shape (num_blocks,)
         first_float_rows : ndarray of shape (first_float_rows_nbytes,), uint8, optional
             Those of a sequence that begins with the first of the blocks.
-
-        Raises
-        ------
-        ValueError
-            For a block out of range, rows of another size, and in a pool with sequences of its own.
         """
         self._batches.take_blocks(block_ids, first_float_rows)
 

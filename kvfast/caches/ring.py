@@ -39,11 +39,6 @@ class RingKVCache(SequenceCache):
         The rotation of the model: pass keys and queries without rotary embedding, and the cache rotates them. It uses positions
         among the tokens that it holds, so the sink tokens stay directly before the window, however far the window has moved.
 
-    Raises
-    ------
-    ValueError
-        For a window of 0, more sink tokens than the window holds, or a size out of range.
-
     Notes
     -----
     A query sees its own window whatever was appended since, so a prompt may come in chunks of any size. The memory

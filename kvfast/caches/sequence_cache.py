@@ -562,11 +562,6 @@ class SequenceCache(StorageProperties):
             Anything else to store, for example the name of the model.
         uncounted : {"raise", "drop"}
             What to do if layers hold tokens that were never counted with `advance`: refuse the call, or leave them out.
-
-        Raises
-        ------
-        ValueError
-            If layers hold tokens that were never counted, or if the number of `token_ids` differs.
         """
         if token_ids is not None:
             checked_token_ids(token_ids, len(self))

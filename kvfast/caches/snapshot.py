@@ -230,7 +230,8 @@ class Snapshot(StorageProperties):
 
     def _fitted(self, cache, convert):
         """The storage that `cache` restores: this storage, or with `convert` its tokens in the formats of `cache`."""
-        self._check_fits(cache, {"dtype"} if check_flag(convert, "convert") else set())
+        self._check_settings(cache, ("dtype",) if check_flag(convert, "convert") else ())
+        self._check_room(cache.max_seq_len)
         if self._settings == cache._settings:
             return self._storage
         storage = storage_of(cache._settings, cache.block_size, secure=cache.secure)
@@ -264,11 +265,6 @@ class Snapshot(StorageProperties):
     def _is_salted(self):
         """Whether the tokens come from a sequence with a salt."""
         return self._salt != b""
-
-    def _check_fits(self, cache, but):
-        """Raise unless `cache` can restore this snapshot; the settings in `but` may differ."""
-        self._check_settings(cache, but)
-        self._check_room(cache.max_seq_len)
 
     def _check_room(self, max_seq_len):
         if max_seq_len is not None and self.seq_len > max_seq_len:

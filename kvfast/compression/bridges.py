@@ -21,7 +21,8 @@ class CacheBridges:
     """Methods of `KVCacheCompressor` for whole caches."""
 
     def compress_cache(self, cache: Any, layer: int) -> CompressedKV:
-        """Compress the tokens that a layer of a cache holds, counted by `advance` or not; the cache stays as it is.
+        """Compress the tokens that a layer of a cache holds, counted by `advance` or not; the cache stays as it is. ValueError if there are
+        none, and as `compress_kv`.
 
         Parameters
         ----------
@@ -35,12 +36,6 @@ class CacheBridges:
         CompressedKV
             Without a batch. Latent rows give one head, whose keys are the latents and whose values are the rotary parts; the
             shorter of the two are padded with zeros. Use it with `decompress_to_cache`, not with `attend`.
-
-        Raises
-        ------
-        IndexError
-        ValueError
-            If the layer is empty, or where `compress_kv` raises it.
         """
         k, v = _rows_of(cache, layer)
         if not len(k):
@@ -53,15 +48,10 @@ class CacheBridges:
         Parameters
         ----------
         compressed : CompressedKV
+            Without a batch, and with the heads and the head_dim of the cache.
         cache : KVCache, RingKVCache, Sequence, MLAKVCache, MLASequence or MultiHeadKVCache
             A cache with the same kind of contents as in `compress_cache`; a `MultiHeadKVCache` needs no `advance`.
         layer : int
-
-        Raises
-        ------
-        DimensionMismatchError
-            If heads or head_dim differ, or if `compressed` is a batch.
-        CacheFullError, IndexError
         """
         _check_kind(cache)
         k, v = (np.ascontiguousarray(one.swapaxes(0, 1)) for one in self.decompress_kv_3d(compressed))

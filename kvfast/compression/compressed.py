@@ -194,10 +194,6 @@ class CompressedKV:
         -------
         ndarray of q's shape, float32
             With `return_lse` a tuple: this array, and the log-sum-exp, float32 of the same shape without the last axis.
-
-        Raises
-        ------
-        DimensionMismatchError, TypeError, NonFiniteInputError, ValueError
         """
         layout = self._layout
         array = _checked_queries(q, layout)
@@ -228,14 +224,7 @@ class CompressedKV:
         return cls._open(header.tobytes().decode(errors="replace"), _Arrays(arrays))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to a file: safetensors with checksums, as `KVCache.save`.
-
-        Raises
-        ------
-        OSError
-        ModuleNotFoundError
-            Without the packages of ``kvfast[files]``.
-        """
+        """Write to a file: safetensors with checksums, as `KVCache.save`."""
         arrays = {}
         for name, array in self._arrays().items():
             array = np.ascontiguousarray(array)
@@ -244,14 +233,7 @@ class CompressedKV:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that `save` wrote.
-
-        Raises
-        ------
-        CorruptFileError, IncompatibleSnapshotError
-            If the contents are damaged, or of a version that this kvfast cannot read.
-        OSError
-        """
+        """Read a file that `save` wrote; raises as `kvfast.load`."""
         header, arrays = cache_file.read_tensors(path)
         try:
             return cls._open(header, _Arrays(arrays))

@@ -88,15 +88,8 @@ class KVCacheCompressor(CacheBridges):
         ----------
         k, v : arrays of shape (batch, num_heads, seq_len, head_dim), float32, float16 or bfloat16
 
-        Returns
-        -------
-        CompressedKV
-
         Raises
         ------
-        DimensionMismatchError, TypeError
-            For wrong shapes or dtypes, and for empty arrays.
-        NonFiniteInputError
         ValueError
             For a rank above head_dim, and for codebooks with more centroids than there are tokens.
         """
@@ -175,7 +168,8 @@ def _part(method, k, v):
         return Part(RankStore.of(k, v, ranks, False, method.dtype), positions, exact)
     positions = outliers(k, v)
     if len(positions):
-        exact = _exact(k[:, positions], v[:, positions])
+        kept = k[:, positions], v[:, positions]
+        exact = CacheStore.of(*kept, "float16" if max(abs(one).max() for one in kept) <= MAX_FLOAT16 else "float32")
         k, v = (np.delete(one, positions, axis=1) for one in (k, v))
     if isinstance(method, Hybrid):
         store = RankStore.of(k, v, [method.rank] * len(k), True, HYBRID_FORMATS[method.quant_bits])
@@ -199,11 +193,6 @@ def outliers(k, v):
     beyond[: min(FIRST_TOKENS, room)] = np.inf
     farthest = np.argsort(-np.nan_to_num(beyond, nan=0.0, posinf=np.inf), kind="stable")[:room]
     return np.sort(farthest[beyond[farthest] > 1])
-
-
-def _exact(k, v):
-    """Tokens as float16, or as float32 if they exceed the range of float16."""
-    return CacheStore.of(k, v, "float16" if max(abs(k).max(), abs(v).max()) <= MAX_FLOAT16 else "float32")
 
 
 def _room(tokens):

@@ -27,11 +27,6 @@ class LowRank:
         Instead of `rank`: each head keeps as many directions as it needs to hold this share of the sum of squares.
     dtype : str, dtype or KVFormat
         Storage format of the coordinates, as in a `KVCache`.
-
-    Raises
-    ------
-    ValueError
-        Unless exactly one of `rank` and `energy` is given.
     """
 
     rank: int | None = None

@@ -97,10 +97,6 @@ class PrefixKVCache:
         uncounted
             As in `KVCache.snapshot`.
 
-        Returns
-        -------
-        PrefixKVCache
-
         Raises
         ------
         ValueError

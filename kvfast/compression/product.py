@@ -37,10 +37,7 @@ class ProductStore:
 
     @property
     def nbytes(self):
-        return sum(
-            basis.nbytes + codes_of_side.centroids.nbytes + codes_of_side.bounds.nbytes + codes_of_side.codes.nbytes
-            for basis, codes_of_side in self.sides
-        )
+        return sum(array.nbytes for array in self.arrays().values())
 
     def attend(self, q, visible, scale, num_threads=None):
         """Like `CacheStore.attend`, but each count in `visible` may have any value."""

@@ -40,26 +40,9 @@ _lock = threading.Lock()
 def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, uncounted=0, stays_exact=None):
     """The slow paths of a call of attend, each as (kind, text).
 
-    Parameters
-    ----------
-    sides : dict of int to bool
-        The head_dim of keys and that of values, and whether the format rotates them.
-    work : float
-        As in ``num_threads_for``.
-    num_threads, num_tasks : int
-        Threads and tasks of the call.
-    wanted_threads : int or None
-        ``num_threads=`` of the call.
-    packed : bool
-        Whether many queries are computed without the matrix unit because of the width of the codes.
-    uncounted : int
-        Tokens before those of the queries that stay float rows because they were never counted.
-    stays_exact : str or None
-        The format of a fast call that no fast kernel reads.
-
-    Returns
-    -------
-    list of (str, str)
+    `sides` has the head_dim of keys and that of values, and whether the format rotates them; `work` is as in ``num_threads_for``.
+    `packed`: many queries are computed without the matrix unit because of the width of the codes. `uncounted` tokens before those of the
+    queries stay float rows. `stays_exact` is the format of a fast call that no fast kernel reads, or None.
     """
     found = [_tier(), *(_rotation(*side) for side in sides.items()), *map(_padding, sides), _threads(work, wanted_threads)]
     found += [

@@ -89,12 +89,8 @@ def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | N
 
     Raises
     ------
-    DimensionMismatchError, TypeError
-        For wrong shapes or dtypes.
     NonFiniteInputError
-        For NaN, infinity, or a value beyond the range of a format.
-    ValueError
-        For an unknown format, no format, or more queries than tokens.
+        Also for a value beyond the range of a format.
 
     Examples
     --------
@@ -161,9 +157,7 @@ def choose_format(
     Raises
     ------
     ValueError
-        If no format meets the bound (the message names the closest one); for an unknown metric; and as `fidelity`.
-    DimensionMismatchError, TypeError, NonFiniteInputError
-        As `fidelity`; for lists of different lengths.
+        If no format meets the bound; the message names the closest one.
 
     Examples
     --------

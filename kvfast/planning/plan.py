@@ -152,7 +152,7 @@ def plan(
     engine="kvfast",
     checkpoints=1,
 ):
-    """Memory that the cache of a model will take, and its largest possible speed, for each storage format.
+    """Memory that the cache of a model will take, and its largest possible speed, for each storage format: a `MemoryPlan`.
 
     Parameters
     ----------
@@ -184,15 +184,10 @@ def plan(
         For a model with recurrent layers: the checkpoints of their states in each sequence, see `KVCache.add_checkpoint`. The states
         with which the runtime computes come on top.
 
-    Returns
-    -------
-    MemoryPlan
-
     Raises
     ------
     ValueError
         For a missing or wrong key, which the message names, or a size out of range.
-    OSError, TypeError
     ModuleNotFoundError
         For a GGUF file, without the packages of ``kvfast[llama]``.
 

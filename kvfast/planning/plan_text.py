@@ -23,12 +23,8 @@ def plain_text(found):
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [GAP.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
     rule = "-" * (sum(widths) + len(GAP) * (len(widths) - 1))
-    return "\n".join([_title(found), rule, *lines[:2], rule, *lines[2:], rule, _conditions(found)])
-
-
-def _title(found):
-    """The layers of the model, and what is planned for."""
-    return f"{found.model.name}: {_layers(found.model.layers)}\n{_count(found.batch, 'sequence')} of {found.context:,} tokens"
+    title = f"{found.model.name}: {_layers(found.model.layers)}\n{_count(found.batch, 'sequence')} of {found.context:,} tokens"
+    return "\n".join([title, rule, *lines[:2], rule, *lines[2:], rule, _conditions(found)])
 
 
 def _columns(found):

@@ -41,18 +41,12 @@ class ChunkStore:
 
     Parameters
     ----------
-    store : str, path-like or Store
-        As in `kvfast.PromptCache`, and so `max_bytes`, `near`, `secret` and `time_limit`.
+    store, max_bytes, near, secret, time_limit
+        As in `kvfast.PromptCache`.
     stats : PromptCacheStats, optional
         Or another object with a method `add`. Counts ``bytes_fetched``, ``bytes_written``, ``num_refused`` and ``bytes_refused``.
     tell : callable, optional
-        Takes the text of a trouble and its kind, as `Store.tell`; by default a text is a warning.
-
-    Attributes
-    ----------
-    store : Store
-    rate : Rate
-        Bytes per second of what was fetched.
+        As `Store.tell`.
     """
 
     def __init__(
@@ -116,23 +110,9 @@ class ChunkStore:
     ) -> int:
         """Fetch chunks, several at once, verify them, and write them.
 
-        Parameters
-        ----------
-        chunks : sequence of (str, int)
-            Key and bytes of the payload of each.
-        deadline : float
-        write : callable
-            Gets the index of a chunk and its payload. Several threads call it at once. Chunks after a bad one may have been written,
-            too.
-        meanwhile : callable, optional
-            Is called once, while chunks come.
-        used : sequence of str
-            Keys that count as used before the chunks, so that a store forgets them first.
-
-        Returns
-        -------
-        int
-            Number of first chunks that were sound.
+        Each chunk has its key, and the bytes of its payload. `write` gets the number of a chunk and its payload: several threads call it at
+        once, perhaps also for chunks after a bad one. `meanwhile` is called once, while chunks come. The keys `used` count as used before
+        the chunks, so that a store forgets them first. Returns the number of first chunks that were sound.
         """
         begin = time.perf_counter()
         good = self._fetch(chunks, deadline, write, meanwhile) if chunks else meanwhile() or 0
@@ -143,23 +123,14 @@ class ChunkStore:
         self.touch([*used, *(key for key, _ in reversed(chunks[:good]))])
         return good
 
-    def takes_longer(self, nbytes: int, seconds: float) -> bool:
-        """Whether fetching `nbytes` takes longer than `seconds`, as far as is known."""
-        return self.rate.takes_longer(nbytes, seconds)
-
     @property
     def is_paused(self) -> bool:
         """Whether nothing is written now, after a failure."""
         return self._patience.is_paused
 
     def put(self, key: str, value: bytearray, num_tokens: int) -> Future[bool]:
-        """Begin to put a value, whose payload is there (`new_value`); waits while too many bytes are on their way.
-
-        Returns
-        -------
-        Future of bool
-            Whether the store has taken it.
-        """
+        """Begin to put a value, whose payload is there (`new_value`); waits while too many bytes are on their way. The result is whether
+        the store has taken it."""
         return self._writer.begin(lambda: self._put(key, value, num_tokens), len(value))
 
     def put_missing(self, key: str, value: bytearray, num_tokens: int) -> Future[bool] | None:

@@ -28,13 +28,7 @@ def complete(value: bytearray, digest: bytes, secret: bytes, num_tokens: int) ->
 
 
 def payload_of(value: Any, digest: bytes, secret: bytes) -> memoryview:
-    """The payload of a value.
-
-    Raises
-    ------
-    CorruptFileError
-        If it is damaged, or of another key, version or secret.
-    """
+    """The payload of a value; CorruptFileError if it is damaged, or of another key, version or secret."""
     value = memoryview(value)
     if len(value) < HEADER_BYTES:
         raise CorruptFileError(f"it must have a header of {HEADER_BYTES} bytes, got {len(value)} bytes")

@@ -23,14 +23,8 @@ class Prompt:
     """The keys of a prompt, and the form of its values.
 
     Chunks have blocks of 64 tokens, or of what the format requires. So caches with other blocks share them too, by a copy. A salt of None
-    is that of the cache.
-
-    Attributes
-    ----------
-    keeps_all : bool
-        Whether no layer evicts tokens. Otherwise a prefix can only be restored with the end of a prompt.
-    has_states : bool
-        Whether a prefix can only be restored where the store has the recurrent states after it.
+    is that of the cache. Unless `keeps_all` layers keep all tokens, a prefix can only be restored with the end of a prompt; with
+    `has_states`, only where the store has the recurrent states after it.
     """
 
     def __init__(

@@ -195,12 +195,7 @@ class PromptCache(PromptKeeper):
         Returns
         -------
         int
-            Tokens that the cache now holds; 0 if nothing was found.
-
-        Raises
-        ------
-        CacheFullError
-            If the pool of a `Sequence` has too few blocks.
+            Tokens that the cache now holds; 0 if nothing was found. CacheFullError if the pool of a `Sequence` has too few blocks.
         """
         if len(_checked_cache(cache)):
             raise ValueError(f"the cache must be empty, it holds {len(cache)} tokens")

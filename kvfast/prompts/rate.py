@@ -7,13 +7,7 @@ FORGETTING = 1.1  # by which a rate is raised where it was too low to be used: o
 
 
 class Rate:
-    """A rate that follows its measurements.
-
-    Attributes
-    ----------
-    value : float
-        Units per second; 0.0 before the first measurement.
-    """
+    """A rate that follows its measurements: `value` units per second, 0.0 before the first of them."""
 
     def __init__(self, value: float = 0.0) -> None:
         self.value = value

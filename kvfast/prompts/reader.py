@@ -106,7 +106,7 @@ class Reader:
         )
 
     def is_slow(self, prompt, indices, num_tokens, tokens_per_second):
-        return tokens_per_second is not None and self._store.takes_longer(
+        return tokens_per_second is not None and self._store.rate.takes_longer(
             sum(map(prompt.form.nbytes, indices)), num_tokens / tokens_per_second
         )
 

@@ -207,7 +207,7 @@ class LlamaPromptCache(PromptKeeper):
         """Whether chunks take longer to fetch than to compute, as far as is known."""
         if self._form is None or not self._rate:
             return False
-        return self.chunks.takes_longer(count * self._form.nbytes(self.chunk_tokens), num_tokens / self._rate)
+        return self.chunks.rate.takes_longer(count * self._form.nbytes(self.chunk_tokens), num_tokens / self._rate)
 
     def _fetched(self, chain, count, deadline):
         """The state of the first chunks: of as many as come. None if the first one does not come."""

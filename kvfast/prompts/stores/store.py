@@ -48,17 +48,12 @@ class Value:
         return len(self._data)
 
     def read(self, start: int, count: int, memory: memoryview | None = None) -> memoryview:
-        """`count` bytes from byte `start` on.
+        """`count` bytes from byte `start` on; EOFError if there are fewer.
 
         Parameters
         ----------
         memory : writable memoryview of at least `count` bytes, optional
             Where the bytes may be put.
-
-        Raises
-        ------
-        EOFError
-            If there are fewer.
         """
         if start + count > len(self._data):
             raise EOFError(f"it must have {start + count} bytes, got {len(self._data)}")

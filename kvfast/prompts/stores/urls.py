@@ -34,10 +34,6 @@ def open_store(
     timeout : float
         Seconds for each answer of a server.
 
-    Returns
-    -------
-    Store
-
     Raises
     ------
     ValueError
@@ -45,7 +41,6 @@ def open_store(
         `near` in front of a folder, or as another URL than ``file:///``.
     ModuleNotFoundError
         Without the packages of an extra, which the message names.
-    StoreError
     """
     text = checked_path(store, "store")
     scheme = _scheme_of(text, "store must be a folder or a URL")

@@ -30,11 +30,6 @@ def append(blocks, k, v, slot_mapping, dtype):
         Where each token goes: the number of a block times the tokens of a block, plus its place in it; -1 for a token to leave out.
     dtype : str
         The format that the blocks were made for.
-
-    Raises
-    ------
-    DimensionMismatchError, NonFiniteInputError, TypeError, ValueError
-        As `kvfast.PagedKVCache.append_batch`. The blocks stay as they were.
     """
     torch.ops.kvfast.append.default(blocks, k, v, slot_mapping, dtype)
 
@@ -73,11 +68,6 @@ def attend(
     Returns
     -------
     tensor of shape (num_tokens, num_q_heads, v_head_dim), of the dtype of `q`
-
-    Raises
-    ------
-    DimensionMismatchError, NonFiniteInputError, TypeError, ValueError
-        As `kvfast.PagedKVCache.attend_batch`.
     """
     return torch.ops.kvfast.attend.default(
         blocks, q, block_table, seq_lens, dtype, cu_seqlens_q, scale, softcap, sliding_window, sinks, causal, v_head_dim

@@ -21,6 +21,7 @@ def new_blocks(num_blocks, num_kv_heads, head_dim, dtype="int8", *, block_size=6
     num_blocks, num_kv_heads, head_dim : int
     dtype : str
         As in `kvfast.PagedKVCache`, without float rows: ``"int8"``, ``"k8v4"``, ``"int4-plain"``, ``"bfloat16"`` and others.
+        Float rows belong to no block: a format with them is a ValueError.
     block_size : int
         Tokens of a block: 16, 32, 64, 128 or 256.
     v_head_dim : int, optional
@@ -31,11 +32,6 @@ def new_blocks(num_blocks, num_kv_heads, head_dim, dtype="int8", *, block_size=6
     tensor of shape (num_blocks, num_kv_heads, block_size, nbytes), uint8
         `nbytes` of a token and KV head. The bytes of a head lie together, in the order of `kvfast.caches.buffer_layout`; the axis of
         the tokens only tells their number.
-
-    Raises
-    ------
-    ValueError
-        For a format with float rows, which belong to no block, or a size out of range.
     """
     num_blocks, block_size = check_size(num_blocks, "num_blocks", 1, MAX_TOKENS), check_block_size(block_size)
     width = _width(head_dim, head_dim if v_head_dim is None else v_head_dim, block_size, dtype)

@@ -196,12 +196,8 @@ class KVFastCache(Cache):
     @property
     def rows(self):
         """The caches of the batch's rows: a list of `kvfast.KVCache` or `kvfast.RingKVCache`, to be read, saved and forked. To change them,
-        change the cache. Those of a model with recurrent layers have a checkpoint after their last token.
-
-        Raises
-        ------
-        RuntimeError
-            If the last step did not reach every layer; `crop` takes it back.
+        change the cache. Those of a model with recurrent layers have a checkpoint after their last token. RuntimeError if the last step did
+        not reach every layer; `crop` takes it back.
         """
         rows = list(self._rows.settled())
         if self._states:
@@ -239,12 +235,7 @@ class KVFastCache(Cache):
         Returns
         -------
         int
-            Tokens that the cache now holds.
-
-        Raises
-        ------
-        ValueError
-            If the cache is not empty, or if there is more than one prompt.
+            Tokens that the cache now holds. It must be empty before: otherwise a ValueError.
         """
         token_ids, model = self._prompt(input_ids, model)
         if self._rows.rows:
@@ -365,8 +356,6 @@ class KVFastCache(Cache):
 
         Raises
         ------
-        TypeError
-            For what is not an integer.
         ValueError
             For a positive number, or if a sliding window has dropped tokens that it would need. The cache stays as it was.
         RuntimeError

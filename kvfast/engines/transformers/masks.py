@@ -34,10 +34,6 @@ class LazyMask(torch.Tensor):
         """The mask of some arguments of `lazy_mask`."""
         shape = arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"]
         self = torch.Tensor._make_subclass(cls, torch.empty((), dtype=torch.bool).expand(*map(int, shape)))
-        self._read(arguments)
-        return self
-
-    def _read(self, arguments):
         self._arguments, self._matrix, self._recognised = arguments, self, {}  # the mask itself: not made yet
         self._seen = None
         self.q_offset, self.q_length = int(arguments["q_offset"]), int(arguments["q_length"])
@@ -51,6 +47,7 @@ class LazyMask(torch.Tensor):
         self.padding, self.parts = None, (None, None)
         if given is not None and not given.all():
             self.padding = given.cpu().numpy()
+        return self
 
     def matrix(self):
         """The mask of scaled_dot_product_attention: bool of shape (batch, 1, q_length, kv_length), or None for causal."""
@@ -68,9 +65,7 @@ class LazyMask(torch.Tensor):
                 f"it is for a window of {self.sliding_window} and chunks of {self.chunk}, and the layer has {kind[0]} and {kind[1]}"
             )
         if kind not in self._recognised:
-            first = rows.first_seen(
-                layer, self.q_offset + 1
-            )  # transformers' own caches have no more, and so their attention sees no more
+            first = rows.first_seen(layer, self.q_offset + 1)  # transformers' own caches have no more
             self._recognised[kind] = recognise(self._blocks(), rows.kept(layer), *kind, first)
         return self._recognised[kind]
 

@@ -107,11 +107,6 @@ class KVFastStaticCache(Cache):
     dtype, block_size
         As in `kvfast.torch.new_blocks`.
 
-    Raises
-    ------
-    ValueError
-        For another kind of layer, a format with float rows, or a size out of range.
-
     Notes
     -----
     Every row of a batch has as many tokens; those of padding are not stored.

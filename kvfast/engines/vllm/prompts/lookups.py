@@ -98,7 +98,7 @@ class Lookups:
         known.num_local, known.end = num_local, 0
         if not any(num_local % group.block_size for group in self._groups):
             known.end = self._longest(self._answer(known), num_local)
-        if known.end and self._takes_longer():
+        if known.end and self._compute_rate and self._fetched.takes_longer(1, 1 / self._compute_rate):
             known.end = 0
         return max(0, known.end - num_local)
 
@@ -217,10 +217,6 @@ class Lookups:
             if all(row[max(0, start) : end // size].all() for row, start in zip(here, starts)):
                 return end
         return 0
-
-    def _takes_longer(self):
-        """Whether tokens take longer to fetch than to compute, as far as is known."""
-        return self._compute_rate > 0 and self._fetched.takes_longer(1, 1 / self._compute_rate)
 
     def _chunk(self, known, index, block_ids, start=0):
         """A chunk, without the blocks of tokens before `start`."""

@@ -9,8 +9,9 @@ import weakref
 
 import llama_stand_in
 import pytest
-from llama_prompts import CHUNK, PROMPT, fresh, ids, only_warnings, restored
+from llama_prompts import CHUNK, PROMPT, fresh, ids, restored
 from llama_stand_in import Llama, common, state_bytes
+from prompt_tokens import only_warnings
 
 from kvfast.engines.llama_cpp import prompt_cache
 from kvfast.engines.llama_cpp.prompt_settings import weights_of

@@ -1,17 +1,15 @@
 """Prompts in stores that fail: nothing wrong is ever attended to, and nothing but time is lost."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
-import warnings
 
 import numpy as np
 import pytest
 from cache_kinds import Stream, make
-from prompt_tokens import use_store
+from prompt_tokens import only_warnings, use_store
 from servers import Proxy, redis_server
 
 import kvfast
@@ -44,16 +42,6 @@ def restored(prompts, tokens=TOKENS):
     assert found == len(cache)
     assert cache.snapshot() == kvfast.load(WHOLE.snapshot().truncated(found)).snapshot()
     return found
-
-
-@contextlib.contextmanager
-def only_warnings():
-    """What goes wrong is said by RuntimeWarning, once for each cause."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield caught
-    texts = [str(one.message) for one in caught]
-    assert len(texts) == len(set(texts)) and all(issubclass(one.category, RuntimeWarning) for one in caught)
 
 
 @pytest.mark.parametrize("during", ["save", "restore"])

@@ -13,11 +13,9 @@ from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import pytest
 import store_processes as processes
 from dict_store import DictStore
-from prompt_tokens import filled, holds
 from servers import HOST, Proxy, free_port, make_bucket, redis_server, s3_server
 from store_values import key, read, shown, taken
 
@@ -435,43 +433,6 @@ def test_eight_processes_on_one_server_with_kills(tmp_path):
         values = read(store.get_many([processes.key_of(number) for number in numbers]))
         assert kills and not failed.value and any(values)
         assert all(value is None or processes.is_sound(number, value) for number, value in zip(numbers, values))
-
-
-TOKENS = list(range(600))
-
-
-def prompts_at(port, **options):
-    return kvfast.PromptCache(f"redis://{HOST}:{port}/0", chunk_tokens=64, **options)
-
-
-def restored(prompts, num_tokens=600):
-    """Tokens that are restored and right; all wrong ones are found here."""
-    cache = kvfast.KVCache(2, 2, 20, dtype="int8")
-    found = prompts.restore(cache, TOKENS[:num_tokens])
-    assert holds(cache, TOKENS[:found])
-    return found
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_damaged_chunks_of_a_server_are_not_used(server, seed):
-    import redis
-
-    rng, prompts = np.random.default_rng(seed), prompts_at(server.port)
-    prompts.save(filled(TOKENS), TOKENS)
-    client = redis.Redis(port=server.port)
-    names = [name for name in client.keys("kvfast:c-*") if client.type(name) == b"string"]
-    name = names[rng.integers(len(names))]
-    value = bytearray(client.get(name))
-    if seed % 2:
-        value[rng.integers(len(value))] ^= 1 << rng.integers(8)
-    else:
-        del value[rng.integers(len(value)) :]
-    client.set(name, bytes(value))
-    with pytest.warns(RuntimeWarning, match="cannot be used"):
-        found = restored(prompts)
-    assert found < 599
-    assert prompts.save(filled(TOKENS), TOKENS) and restored(prompts) == 599
-    prompts.close()
 
 
 def test_an_object_store_that_is_gone_slow_or_refuses(tmp_path, monkeypatch):

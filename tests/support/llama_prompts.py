@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-import warnings
 
 from llama_stand_in import VOCABULARY, Llama
 
@@ -16,17 +15,6 @@ def ids(length, seed=0):
 
 
 PROMPT = ids(150)
-
-
-@contextlib.contextmanager
-def only_warnings(count=None):
-    """What goes wrong is said by RuntimeWarning, once for each cause."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield caught
-    texts = [str(one.message) for one in caught]
-    assert len(texts) == len(set(texts)) and all(issubclass(one.category, RuntimeWarning) for one in caught)
-    assert count is None or len(texts) == count, texts
 
 
 @contextlib.contextmanager

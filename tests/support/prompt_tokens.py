@@ -1,5 +1,6 @@
 """Caches whose keys and values tell their tokens, also for processes of their own."""
 
+import contextlib
 import time
 import warnings
 
@@ -56,3 +57,14 @@ def use_store(store, seed, seconds, seen):
             prompts.save(extend(cache, tokens[count:]), tokens)
             with seen.get_lock():
                 seen.value += count > 0
+
+
+@contextlib.contextmanager
+def only_warnings(count=None):
+    """What goes wrong is said by RuntimeWarning, once for each cause."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == len(set(texts)) and all(issubclass(one.category, RuntimeWarning) for one in caught)
+    assert count is None or len(texts) == count, texts

@@ -101,12 +101,12 @@ typedef struct {
     const ptrdiff_t *spans;    /* (num_spans, 2), a start and a stop of each, or NULL */
     ptrdiff_t num_spans;
     int clamp_spans;
-    const ptrdiff_t *tree_parents;  /* (num_parents,) of the drafts, which are the last tokens, or NULL */
+    const ptrdiff_t *tree_parents; /* (num_parents,) of the drafts, which are the last tokens, or NULL */
     ptrdiff_t num_parents;
     const int64_t *indices;    /* (num_tokens, index_heads, num_indices) positions that each query sees, -1 for none, or NULL */
     ptrdiff_t num_indices;
     int index_heads;           /* 0: 1, the same for all KV heads */
-    int index_block;            /* 0: 1, single positions; 16: the first ones of runs of 16 */
+    int index_block;           /* 0: 1, single positions; 16: the first ones of runs of 16 */
     int precision;             /* 0: that of the cache, which Python sets, else of the process; or KVFAST_EXACT, KVFAST_FAST */
 } kvfast_options;
 

@@ -46,8 +46,8 @@ cdef bint open_sight(const kv_request *request, kv_workspace *workspace, kv_memb
         return refuse(refusal, VALUE, b"span_counts must have a number for each of the {0} sequences, together the {1} spans of the "
                       b"options, got {counts}", count, num_spans, <Py_ssize_t>request.span_counts)
     if not _are_counts(request.parent_counts, request.is_batch, num_parents, count):
-        return refuse(refusal, VALUE, b"parent_counts must have a number for each of the {0} sequences, together the {1} parents of "
-                      b"the options, got {counts}", count, num_parents, <Py_ssize_t>request.parent_counts)
+        return refuse(refusal, VALUE, b"parent_counts must have a number for each of the {0} sequences, together the {1} tree_parents "
+                      b"of the options, got {counts}", count, num_parents, <Py_ssize_t>request.parent_counts)
     for i in range(count):
         member, number = members + i, i if request.is_batch else -1
         member.num_spans = num_spans if number < 0 else request.span_counts[i] if num_spans else 0

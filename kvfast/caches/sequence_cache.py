@@ -567,7 +567,7 @@ class SequenceCache(StorageProperties):
             checked_token_ids(token_ids, len(self))
         checked_metadata(metadata)  # what cannot be stored is refused before blocks are shared
         known = [(token_ids, b"")]
-        storage = self._storage.share(uncounted, self._ids and (lambda: known.append(self._ids.told(token_ids))))
+        storage = self._storage.share(True, uncounted, self._ids and (lambda: known.append(self._ids.told(token_ids))))
         ids, salt = known[-1]
         return Snapshot(self._settings, storage, ids, metadata, salt)
 

@@ -72,6 +72,7 @@ cdef class PoolHandle(Handle):
     cdef bint fits(self, const kvfast_batch *batch, Py_ssize_t num_tokens, bint distinct, kv_refusal *refusal) noexcept nogil:
         """Whether a batch is valid, which has `num_tokens`. In the pool. `check` names what depends on its objects."""
         cdef Py_ssize_t i
+        cdef bint rises = True
         if batch == NULL or (batch.sequences == NULL and (distinct or (batch.block_table == NULL and batch.seq_lens == NULL))):
             return refuse(refusal, VALUE, b"batch must point to sequences, got NULL")
         if batch.sequences == NULL and (batch.block_table == NULL or batch.seq_lens == NULL or batch.num_sequences < 1
@@ -92,9 +93,8 @@ cdef class PoolHandle(Handle):
         if distinct and not _are_distinct(batch, refusal):
             return False
         for i in range(batch.num_sequences):
-            if _start(batch, i) > _start(batch, i + 1):
-                num_tokens = -1
-        if _start(batch, 0) != 0 or _start(batch, batch.num_sequences) != num_tokens:
+            rises = rises and _start(batch, i) <= _start(batch, i + 1)
+        if not rises or _start(batch, 0) != 0 or _start(batch, batch.num_sequences) != num_tokens:
             return refuse(refusal, DIMENSION, b"starts must rise from 0 to the {tokens} tokens of {rows} in {0} entries, got {starts}",
                           batch.num_sequences + 1)
         return True

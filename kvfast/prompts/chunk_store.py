@@ -107,15 +107,16 @@ class ChunkStore:
         write: Callable[[int, memoryview], object],
         meanwhile: Callable[[], object] = int,
         used: Sequence[str] = (),
+        num_threads: int | None = None,
     ) -> int:
         """Fetch chunks, several at once, verify them, and write them.
 
         Each chunk has its key, and the bytes of its payload. `write` gets the number of a chunk and its payload: several threads call it at
-        once, perhaps also for chunks after a bad one. `meanwhile` is called once, while chunks come. The keys `used` count as used before
+        once, `num_threads` or those of kvfast, perhaps also for chunks after a bad one. `meanwhile` is called once, while chunks come. The keys `used` count as used before
         the chunks, so that a store forgets them first. Returns the number of first chunks that were sound.
         """
         begin = time.perf_counter()
-        good = self._fetch(chunks, deadline, write, meanwhile) if chunks else meanwhile() or 0
+        good = self._fetch(chunks, deadline, write, meanwhile, num_threads) if chunks else meanwhile() or 0
         nbytes = sum(size for _, size in chunks[:good])
         self._count(bytes_fetched=nbytes)
         if nbytes and good == len(chunks):
@@ -190,7 +191,7 @@ class ChunkStore:
             self._patience.call(lambda: self.store.delete([key]), self.deadline(), None, True)
             return None
 
-    def _fetch(self, chunks, deadline, write, meanwhile):
+    def _fetch(self, chunks, deadline, write, meanwhile, num_threads):
         memory, batch = local(), max(1, BYTES_AT_ONCE // max(1, *(nbytes for _, nbytes in chunks)))
 
         def room(size: int) -> memoryview:
@@ -207,10 +208,11 @@ class ChunkStore:
             return ahead.submit(lambda: self._get([key for key, _ in chunks[at : at + batch]], deadline))
 
         sound: list[bool] = []
-        with Workers(get_num_threads()) as threads, Workers(1) as ahead:
+        with Workers(num_threads or get_num_threads()) as threads, Workers(1) as ahead:
             values, writing, other = ask(0), [], None
             for at in range(0, len(chunks), batch):
-                jobs = [threads.submit(lambda i=i, value=value: take(i, value)) for i, value in enumerate(values.result(), at)]
+                some = zip(range(at, min(at + batch, len(chunks))), values.result())
+                jobs = [threads.submit(lambda i=i, value=value: take(i, value)) for i, value in some]
                 # After the first chunks: a thread that has begun with those is not waited for.
                 other = other or threads.submit(meanwhile)
                 if at + batch < len(chunks):

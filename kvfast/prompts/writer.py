@@ -52,4 +52,4 @@ class Writer:
         self._threads.close()
 
     def _fits(self, nbytes):
-        return not self._pending or self._pending + nbytes <= MOST_PENDING
+        return not nbytes or not self._pending or self._pending + nbytes <= MOST_PENDING

@@ -25,8 +25,9 @@ def test_uncounted_tokens_refuse_a_snapshot(kind, name, rng):
     with pytest.raises(ValueError, match=MISSING):
         getattr(cache, name)()
     assert same(before, cache)
-    with pytest.raises(ValueError, match='uncounted must be "raise" or "drop", got \'keep\''):
-        getattr(cache, name)(uncounted="keep")
+    for wrong in ("keep", None):
+        with pytest.raises(ValueError, match=f'uncounted must be "raise" or "drop", got {wrong!r}'):
+            getattr(cache, name)(uncounted=wrong)
     kept = getattr(cache, name)(uncounted="drop")
     again = make(kind)
     again.restore(kept if name == "snapshot" else kvfast.Snapshot.from_state_dict(kept))

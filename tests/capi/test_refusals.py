@@ -179,7 +179,7 @@ def batches(given):
     )
     yield batch([one, given.cache], starts=each[[0, 1, 3]]), INVALID, "sequences.1. .* got a KVCache that has other blocks"
     yield batch([one, two]), SHAPE, rises.format(3, "NULL, which is for one token of each sequence")
-    for starts in ([1, 2, 3], [0, 1, 2], [0, 4, 3], [0, 2**32, 3], [0, 1, 2**32 + 3]):
+    for starts in ([1, 2, 3], [0, 1, 2], [0, 4, 3], [0, 4, -1], [0, 0, -1], [0, 2**32, 3], [0, 1, 2**32 + 3]):
         yield batch([one, three], starts=np.array(starts)), SHAPE, rises.format(3, re.escape(str(starts)))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 import time
 import warnings
 
@@ -466,3 +467,15 @@ def test_bad_input(tmp_path):
     with pool.match_prefix(TOKENS) as sequence:  # the pool goes on without the store
         assert len(sequence) == 0 and pool.num_sequences == 1
     assert pool.num_sequences == 0
+
+
+def test_calls_without_bytes_wait_for_none():
+    """So what is done after the values of a prompt never holds its user up."""
+    from kvfast.prompts.writer import MOST_PENDING, Writer
+
+    writer, go_on = Writer(2), threading.Event()
+    large = writer.begin(go_on.wait, MOST_PENDING + 1)
+    assert writer.begin(lambda: True).result(10) and writer.begin(lambda: True, 1, waits=False) is None
+    go_on.set()
+    assert large.result(10)
+    writer.close()

@@ -154,6 +154,11 @@ class LlamaPromptCache(PromptKeeper):
         self._saving.close()
         super().close()
 
+    def check_open(self) -> None:
+        """Refuse calls after `close`."""
+        if self.is_closed:
+            raise ValueError("this LlamaPromptCache is closed: llm.set_cache(None) does without one")
+
     def _model(self):
         """The Llama, of which this is the cache."""
         self.check_open()
@@ -212,11 +217,10 @@ class LlamaPromptCache(PromptKeeper):
     def _fetched(self, chain, count, deadline):
         """The state of the first chunks: of as many as come. None if the first one does not come."""
         size, keys = self.chunk_tokens, chain.chunks(count)
-        if self._form is None:
-            (self._form,) = self.chunks.values(keys[:1], deadline, form_of)
-        if self._form is None:
+        form = self._form or self.chunks.values(keys[:1], deadline, form_of)[0]
+        if form is None:
             return None
-        state, nbytes = JoinedState(self._form, count * size), self._form.nbytes(size)
+        self._form, state, nbytes = form, JoinedState(form, count * size), form.nbytes(size)
         good = self.chunks.fetch([(key, nbytes) for key in keys], deadline, lambda i, payload: state.take_chunk(payload, i * size))
         return state.first(good * size) if good else None
 

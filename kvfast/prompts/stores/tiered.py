@@ -49,7 +49,7 @@ class TieredStore(Store):
     def _found(self, keys: Sequence[str], call: Callable[[Store, Sequence[str]], Any], nothing: Any) -> tuple[list[Any], list[int]]:
         """What the near store has of some keys, else the far one; and the numbers of the keys that the near one has not."""
         found = self._ask(False, lambda store: list(call(store, keys)), [nothing] * len(keys))
-        missing = [i for i, one in enumerate(found) if one is None or one is False]
+        missing = [i for i, one in enumerate(found) if one is None or (nothing is False and not one)]
         if missing:
             asked = [keys[i] for i in missing]
             for i, one in zip(missing, self._ask(True, lambda store: call(store, asked), [nothing] * len(missing))):

@@ -59,8 +59,9 @@ cdef class SequenceStorage:
     """The block tables of a sequence, and the segments before their tokens. Tokens are appended to the tables alone."""
 
     def __init__(self, list tables, list layer_tables, max_seq_len=None, checkpoints=None, precision=None):
+        self.pool = (<BlockTable>tables[0]).pool  # before a setter that can raise: the destructor needs it
         self.tables, self.layer_tables, self.max_seq_len, self.checkpoints = tables, layer_tables, max_seq_len, checkpoints
-        self.num_layers, self.precision, self.pool = len(layer_tables), precision, (<BlockTable>tables[0]).pool
+        self.num_layers, self.precision = len(layer_tables), precision
         self.rope_dim, self.secure, self.block_size = self.pool.rope_dim, self.pool.secure, self.pool.block_size
 
     @property
@@ -314,19 +315,19 @@ cdef class SequenceStorage:
         finally:
             self.pool.leave_reading()
 
-    def share(self, uncounted=None, then=None):
-        """Another storage with the same tokens, in the same blocks; with `uncounted` without tokens that were not counted, see
+    def share(self, bint counted=False, uncounted="raise", then=None):
+        """Another storage with the same tokens, in the same blocks; with `counted` without tokens that were not counted, see
         `check_counted`. `then` is called before another thread can come in."""
         cdef BlockTable table, other
         shared = {}
         self._enter()
         try:
-            if uncounted is not None:
+            if counted:
                 self.check_counted(uncounted)
             for table in self.tables:
                 shared[table] = other = table.empty(table.pool)
                 other.share(table)
-                if uncounted is not None:
+                if counted:
                     other.cut(other.length)
             storage = self.give_segments(self._like(shared), False)
             if then is not None:

@@ -112,7 +112,7 @@ class Transfers:
             floats[i] = layers[i].write(chunks[number].block_ids[i], payload) or floats[i]
 
         parts = [(self._store.part(chunks[n].node, self._parts[i]), layers[i].nbytes(chunks[n].index)) for n, i in wanted]
-        good = self._store.fetch(parts, self._store.deadline(), write)
+        good = self._store.fetch(parts, self._store.deadline(), write, num_threads=1)  # a model computes meanwhile
         return len(chunks) if good == len(wanted) else wanted[good][0], floats, time.perf_counter() - begin
 
     def _put(self, layers, chunk, ids, part):

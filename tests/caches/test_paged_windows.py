@@ -95,30 +95,6 @@ def test_against_float64(isa, rng):
         assert pool.explain_batch(0, 1, [sequence], **options).items == sequence.explain(0, 1, **options).items
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_forks_and_going_back(name):
-    stream, other = Stream(1, 900, layers=2), Stream(2, 900, layers=2)
-    pool, ring = pool_of(FORMATS[name], num_blocks=60), ring_of(FORMATS[name])
-    sequence = stream.feed(pool.new_sequence(), 450, 30)
-    stream.feed(ring, 450, 30)
-    fork, copy = sequence.fork(), ring.copy()
-    for pair in ((sequence, ring), (fork, copy)):
-        for one in pair:
-            one.truncate(430)
-            with pytest.raises(ValueError, match="cannot go back to 429 tokens.*down to 430"):
-                one.truncate(429)
-        assert same(*pair)
-    stream.feed(sequence, 700, 33), stream.feed(ring, 700, 33)
-    other.feed(fork, 640, 7), other.feed(copy, 640, 7)
-    assert same(sequence, ring, 21) and same(fork, copy, 21)
-    sequence.clear(), ring.clear()
-    assert len(sequence.block_indices()) == 0
-    other.feed(sequence, 300, 50), other.feed(ring, 300, 50)
-    assert same(sequence, ring) and same(fork, copy)
-    sequence.free(), fork.free()
-    assert pool.num_free_blocks == pool.num_blocks
-
-
 SIZES = [(name, size, other) for name in UNSEALED for size, other in ((16, 256), (256, 16), (32, 64), (64, 32))]
 WINDOWS = [
     WINDOW,

@@ -111,20 +111,6 @@ def test_snapshot_outlives_its_cache(rng, kind, dtype):
     assert same(again, before) and again.snapshot() == snapshot
 
 
-def test_copies_and_forks_are_independent_of_snapshots(rng, kind):
-    cache = fill(make(kind), rng, 150)
-    snapshot, before = cache.snapshot(), contents(cache)
-    other = cache.copy()
-    fill(cache, rng, 10)
-    assert same(other, before)
-    fill(other, rng, 20)
-    for one in (cache, other):
-        one.restore(snapshot)
-        assert same(one, before)
-    fill(other, rng, 5)
-    assert same(cache, before)
-
-
 def test_tokens_in_progress_are_not_in_it(rng, kind):
     cache = fill(make(kind), rng, 100)
     before, bytes_before = contents(cache), stored(cache)
@@ -618,18 +604,6 @@ def test_copies_of_a_cache_that_went_back_attend_as_it_does(rng, dtype):
     for other in (cache.copy(), kvfast.KVCache.from_state_dict(cache.state_dict()), kvfast.load(cache.snapshot())):
         assert same(other, cache)
         assert same(fill(other, np.random.default_rng(1), 40), fill(cache.copy(), np.random.default_rng(1), 40))
-
-
-def test_appending_after_truncate_leaves_sharers_alone(rng):
-    for kind in ("growing", "bounded", "sequence"):
-        cache = fill(make(kind), rng, 100)
-        snapshot, before = cache.snapshot(), stored(cache)
-        for n in (90, 70, 40, 1):
-            cache.truncate(n)
-            fill(cache, rng, 1)
-            cache.append(0, *tokens(rng, 2))
-            cache.truncate(n)
-            assert stored(snapshot) == before
 
 
 def test_dropped_while_another_thread_attends(rng):

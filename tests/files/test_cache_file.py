@@ -50,7 +50,7 @@ def saved(cache, path, **settings):
 
 
 def refused(data, path, mmap=False, error=REFUSED, match=None):
-    """A file is refused, and no large Python objects are made; `test_fuzz_with_little_memory` sees to the rest."""
+    """A file is refused, and no large Python objects are made; `DamagedWorld` of the fuzzer has little memory."""
     path.write_bytes(data)
     tracemalloc.start()
     try:

@@ -90,20 +90,6 @@ def test_second_thread_is_refused_or_served(rng, num_queries):
     assert np.array_equal(cache.attend(0, q), expected)
 
 
-def test_distinct_caches_in_distinct_threads(rng):
-    caches = [fill(kvfast.KVCache(1, 4, 64), np.random.default_rng(i), 3000) for i in range(3)]
-    q = rng.standard_normal((1, 8, 64)).astype(np.float32)
-    expected = [cache.attend(0, q) for cache in caches]
-    right = [0] * 3
-
-    def work(i):
-        for _ in range(20):
-            right[i] += np.array_equal(caches[i].attend(0, q), expected[i])
-
-    together(*[partial(work, i) for i in range(3)])
-    assert right == [20] * 3
-
-
 def kv(rng, n, heads=2, head_dim=32):
     return rng.standard_normal((2, n, heads, head_dim), np.float32)
 

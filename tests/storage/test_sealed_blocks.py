@@ -144,26 +144,6 @@ def test_same_bytes_whatever_the_way(tmp_path, kind, name):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_forks_go_on_as_if_alone(name):
-    stream, others = Stream(1, LENGTH), Stream(77, LENGTH)
-    expected, foreign = told(stream.feed(make("sequence", SETS[name]), LENGTH)), Stream(77, LENGTH)
-    foreign.arrays[:, :, :128] = others.arrays[:, :, :128] = stream.arrays[:, :, :128]
-    foreign = told(foreign.feed(make("sequence", SETS[name]), LENGTH))
-    for at in (70, 128, 75):  # a block that is open for both, a whole one, none
-        parent = stream.feed(make("sequence", SETS[name]), 128 if at == 128 else at, 9)
-        if at == 75:
-            parent.truncate(60)
-        child, third = parent.fork(), parent.fork()
-        others.feed(child, 140, 5)
-        stream.feed(parent, LENGTH, 11)
-        assert told(parent) == expected
-        assert told(others.feed(child, LENGTH, 20)) == foreign
-        parent.free()
-        child.free()
-        assert told(stream.feed(third, LENGTH, 13)) == expected
-
-
-@pytest.mark.parametrize("name", SETS)
 def test_prefixes_are_found_with_their_bytes(name):
     stream, ids = Stream(1, 420), np.arange(420)
     pool = kvfast.PagedKVCache(3, HEADS, DIM, 80, dtype=SETS[name])
@@ -261,21 +241,6 @@ def test_refused_tokens_leave_a_cut_block_as_it_was(name):
     with pytest.raises(kvfast.NonFiniteInputError):
         cache.append(0, bad, bad)
     assert told(cache) == before and np.array_equal(cache.k(0), k)
-
-
-@pytest.mark.parametrize("name", SEALING)
-def test_a_cut_block_that_goes_on_is_copied_with_its_codes(name):
-    stream = Stream(1, LENGTH)
-    expected = told(stream.feed(make("growing", SEALING[name]), LENGTH))
-    wrong = []
-    for number in range(3):
-        cache = stream.feed(make("growing", SEALING[name]), LENGTH)
-        cache.truncate(240)
-        stream.feed(cache, 245)
-        cache = [cache, cache.copy(), kvfast.load(cache.snapshot())][number]
-        if told(stream.feed(cache, LENGTH)) != expected:
-            wrong.append(number)
-    assert wrong == []
 
 
 def check_contract(cache):

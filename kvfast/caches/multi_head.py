@@ -221,7 +221,7 @@ class MultiHeadKVCache(_Heads, StorageProperties):
         return Snapshot(self._settings, self._storage.share(), None, metadata)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to the state of a snapshot of this cache, or of another with the same heads and configuration; see `KVCache.restore`."""
+        """Return to the state of a snapshot of this cache, or of another with its heads and configuration; see `KVCache.restore`."""
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
         self._storage.restore(snapshot._fitted(self, False))

@@ -175,8 +175,8 @@ class Pool(StorageProperties):
     def slot_mapping(self, sequences: Any, num_tokens: int | list[int] = 1) -> NDArray[np.int64]:
         """Slots of the next tokens of some sequences, for `append_batch`.
 
-        Takes the blocks for these tokens and copies shared ones, for all of the sequences or for none. The slots are
-        valid until the tokens are complete; after `Sequence.fork` or `truncate`, call this again.
+        Takes the blocks for these tokens and copies shared ones, for all of the sequences or, with a CacheFullError, for none. The
+        slots are valid until the tokens are complete; after `Sequence.fork` or `truncate`, call this again.
 
         Parameters
         ----------
@@ -187,11 +187,6 @@ class Pool(StorageProperties):
         -------
         ndarray of shape (sum of num_tokens,), int64
             ``block * block_size + offset``, sequence after sequence.
-
-        Raises
-        ------
-        CacheFullError
-            The message has the numbers of needed and free blocks.
         """
         tables = self._tables(sequences)
         is_list = isinstance(num_tokens, Iterable) and getattr(num_tokens, "ndim", 1)

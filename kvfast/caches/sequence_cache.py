@@ -292,8 +292,8 @@ class SequenceCache(StorageProperties):
         Parameters
         ----------
         *parts : Snapshot, KVCache or Sequence
-            With the shape and formats of this cache. Their complete tokens are taken: shared if they are in the same pool, else
-            copied.
+            With the shape and formats of this cache; otherwise an IncompatibleSnapshotError. Their complete tokens are taken: shared
+            if they are in the same pool, else copied.
         rope : Rope or None, or a list with one per layer
             The rotation that the model applies to keys and queries; None for layers without rotation (ALiBi, NoPE). All calls
             for a cache need the same `rope`.
@@ -303,8 +303,6 @@ class SequenceCache(StorageProperties):
 
         Raises
         ------
-        IncompatibleSnapshotError
-            If a part has another shape or other formats.
         CacheFullError
             If the tokens do not fit `max_seq_len` or the blocks of the pool.
         ValueError
@@ -420,7 +418,7 @@ class SequenceCache(StorageProperties):
         return part
 
     def advance(self, n: int = 1) -> None:
-        """Count `n` tokens as complete. ValueError unless every layer holds exactly that many new ones; the message names the others."""
+        """Count `n` tokens as complete. ValueError unless every layer holds exactly that many new ones."""
         self._storage.advance(n)
 
     def layer_length(self, layer: int) -> int:
@@ -473,8 +471,6 @@ class SequenceCache(StorageProperties):
 
         Raises
         ------
-        DimensionMismatchError
-            If the names, shapes or dtypes are others than in the checkpoints before.
         ValueError
             If the cache was made without `max_state_bytes`, if one checkpoint needs more, if there are no tokens, or tokens that were
             never counted with `advance`.
@@ -518,8 +514,6 @@ class SequenceCache(StorageProperties):
         ------
         MissingCheckpointError
             Its attribute `nearest` is the last position before `n` with a checkpoint.
-        ValueError
-            For a cache that was made without `max_state_bytes`.
         """
         return self._storage.states_at(n)
 
@@ -634,13 +628,10 @@ class SequenceCache(StorageProperties):
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration | LayerCalibration | None = None) -> Self:
-        """A cache from the result of `state_dict`; `calibration` as in `kvfast.load`.
+        """A cache from the result of `state_dict`; `calibration` and errors as in `kvfast.load`.
 
-        Raises
-        ------
-        CorruptFileError, IncompatibleSnapshotError
-            If the arrays are damaged, of another kind of cache, or of a version that this kvfast cannot read. A sequence is made by
-            its pool: restore ``kvfast.Snapshot.from_state_dict(arrays)`` into a new one.
+        IncompatibleSnapshotError also for the arrays of another kind of cache. A sequence is made by its pool: restore
+        ``kvfast.Snapshot.from_state_dict(arrays)`` into a new one.
         """
         settings, storage, *_ = from_arrays(arrays, calibration)
         name = NAMES[settings["kind"]]

@@ -44,8 +44,14 @@ cdef int _multiply(void *shared, Py_ssize_t index, int thread, kv_watch *watch) 
 
 
 def read_bandwidth(nbytes=1 << 28, num_threads=None):
-    """Bytes per second that this machine reads, measured in one pass with the loads that the kernels use. `nbytes` are several times
-    the size of the last-level cache; otherwise they measure the cache."""
+    """Measure how many bytes per second this machine reads, in one pass with the loads that the kernels use.
+
+    Parameters
+    ----------
+    nbytes : int
+        How much to read. Use several times the size of the last-level cache; otherwise you measure the cache.
+    num_threads : int, optional
+    """
     global _buffer
     cdef Py_ssize_t megabytes = max(1, check_count(nbytes, "nbytes", 0) // BYTES_AT_ONCE)
     cdef kv_measurement call
@@ -61,11 +67,19 @@ def read_bandwidth(nbytes=1 << 28, num_threads=None):
 
 
 def peak_rate(kind="int8", num_threads=None):
-    """Multiplications and additions per second of this machine in registers, measured in about 10 milliseconds.
+    """Measure how many multiplications and additions per second this machine does in registers, in about 10 milliseconds.
 
-    ``"int8"`` measures the instructions that the tier in use multiplies codes with. Kernels multiply codes by 16-bit numbers. Tiers
-    with AVX-512 VNNI, AMX or NEON's dot products cut these into two parts of 8 bits. There attention, which counts each product once,
-    reaches at most half of this rate. The other tiers multiply 16-bit numbers, and that is what this function measures there.
+    Parameters
+    ----------
+    kind : {"int8", "float32"}
+        ``"int8"`` measures the instructions that the tier in use multiplies codes with.
+    num_threads : int, optional
+
+    Notes
+    -----
+    Kernels multiply codes by 16-bit numbers. Tiers with AVX-512 VNNI, AMX or NEON's dot products cut these into two parts of
+    8 bits. There attention, which counts each product once, reaches at most half of this rate. The other tiers multiply
+    16-bit numbers, and that is what this function measures there.
     """
     check_choice(kind, "kind", _KINDS, '"int8" or "float32"')
     cdef double seconds, factor

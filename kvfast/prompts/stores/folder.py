@@ -92,12 +92,13 @@ class FolderStore(Store):
             self._parts.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             # Room is made before it is taken, and the line of the index comes before the file.
             self._in_index(lambda index: index.add(key, len(data), self.max_bytes, self._unlink))
-            with open(part, "xb", buffering=0) as file:
+            with open(part, "xb") as file:
                 try_lock(file.fileno())
                 with contextlib.suppress(FileNotFoundError):
                     if hasattr(os, "fchmod"):  # a value that is replaced keeps its mode
                         os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path, follow_symlinks=False).st_mode))
-                _write(file, data)
+                file.write(data)
+                file.flush()
                 path.parent.mkdir(exist_ok=True)
                 if not MOVES_OPEN_FILES:
                     file.close()
@@ -259,9 +260,3 @@ def _open(path, may_stay_open):
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-def _write(file, data):
-    at = 0
-    while at < len(data):
-        at += file.write(data[at:])

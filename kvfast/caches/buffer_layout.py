@@ -13,8 +13,6 @@ from kvfast.core.text import shown
 from kvfast.storage.kinds import BLOCK_SIZE
 from kvfast.storage.settings import latent
 
-__all__ = ["BufferLayout", "buffer_layout"]
-
 
 @dataclass(frozen=True)
 class BufferLayout:

@@ -11,8 +11,6 @@ from kvfast.storage.settings import full, with_states
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["KVCache"]
-
 
 class KVCache(SequenceCache):
     """Contiguous key/value cache of one sequence.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from kvfast.codec.calibration import Calibration, LayerCalibration
 
-__all__ = ["load"]
-
 CLASSES = {"full": KVCache, "ring": RingKVCache, "latent": MLAKVCache, "heads": MultiHeadKVCache}
 
 

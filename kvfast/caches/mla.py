@@ -16,8 +16,6 @@ from kvfast.storage.settings import with_states
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["MLAKVCache"]
-
 
 def check_indexer(rope_dim):
     """Refuse rows with a rotary part: an indexer has keys without one."""
@@ -167,7 +165,8 @@ class MLAKVCache(SequenceCache):
         """The best positions for the last tokens by an indexer, whose keys are the rows of a layer, for the `indices` of `attend`.
 
         The score of a position is ``sum over heads h of weights[h] * max(q[h] . row, 0)``, the lightning indexer of DeepSeek-V3.2
-        (arXiv 2512.02556). A positive factor in it changes nothing. The cache of an indexer has no rotary part: make it with ``rope_dim=0``.
+        (arXiv 2512.02556). A positive factor in it changes nothing. The cache of an indexer has no rotary part: make it with
+        ``rope_dim=0``.
 
         Parameters
         ----------

@@ -15,8 +15,6 @@ from kvfast.storage.settings import full, ring
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["PagedKVCache"]
-
 
 class PagedKVCache(Pool):
     """Key/value cache of many sequences in one pool of blocks (PagedAttention, arXiv 2309.06180).

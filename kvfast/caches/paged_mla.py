@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["MLASequence", "PagedMLAKVCache"]
-
 
 class MLASequence(Sequence, MLAKVCache):
     """One sequence of a `PagedMLAKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.

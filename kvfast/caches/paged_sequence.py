@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
-__all__ = ["Sequence"]
-
 
 def advance_all(sequences: list[Sequence], counts: list[int], token_ids: NDArray[np.int64] | None) -> None:
     """`advance` of some sequences of a pool: of all of them or of none. `token_ids`: those of all, sequence after sequence."""

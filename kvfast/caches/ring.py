@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from kvfast.codec.rope import Rope
 
-__all__ = ["RingKVCache"]
-
 
 class RingKVCache(SequenceCache):
     """Key/value cache of a sliding window: constant memory for endless generation.

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from kvfast.codec.calibration import Calibration, LayerCalibration
 
-__all__ = ["Snapshot"]
-
 
 class Snapshot(StorageProperties):
     """The complete tokens of a cache at one point in time: from `KVCache.snapshot`, a file, or arrays.

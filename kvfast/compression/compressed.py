@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
-__all__ = ["CompressedKV", "CompressedShape", "ReconstructionError"]
-
 STORES = {"LowRank": RankStore, "Hybrid": RankStore, "VectorQuantization": ProductStore, "Quantize": CacheStore}
 
 

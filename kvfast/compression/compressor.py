@@ -20,8 +20,6 @@ from kvfast.errors import DimensionMismatchError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["KVCacheCompressor"]
-
 FIRST_TOKENS = 4
 FAR = 2.0  # times the distance of the median token from the mean of the head
 SMALL = 0.5  # times the norm of the median token's value

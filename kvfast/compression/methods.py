@@ -10,8 +10,6 @@ from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_CENTROIDS, MAX_HEAD_DIM
 from kvfast.core.text import shown
 
-__all__ = ["Hybrid", "LowRank", "Quantize", "VectorQuantization"]
-
 
 @dataclass(frozen=True)
 class LowRank:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
-__all__ = ["PrefixKVCache"]
-
 
 class PrefixKVCache:
     """Key/value cache of one sequence with a compressed prefix; later tokens are stored in blocks as in a `KVCache`.

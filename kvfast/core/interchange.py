@@ -9,8 +9,6 @@ import numpy as np
 
 from kvfast.errors import DimensionMismatchError
 
-__all__ = ["aligned", "as_array", "as_float32", "as_floats", "as_numbers", "as_numpy", "check_unmasked", "is_lazy"]
-
 _CPU = (1, 3)  # kDLCPU, and kDLCUDAHost: memory of the CPU that a GPU reads too
 _FLOAT, _BFLOAT = 2, 4
 _TYPES = {(_FLOAT, 64): "<f8", (_FLOAT, 32): "<f4", (_FLOAT, 16): "<f2", (_BFLOAT, 16): "<u2"}

@@ -17,8 +17,6 @@ from kvfast.core.interchange import aligned, as_float32, as_floats
 from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
-__all__ = ["FORMATS", "Fidelity", "choose_format", "fidelity"]
-
 FORMATS = ("float16", *PRESETS)
 """Formats that `fidelity` measures by default."""
 

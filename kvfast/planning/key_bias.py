@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kvfast.codec.dtypes import FLOATS
 
-__all__ = ["key_bias_note"]
-
 # Qwen2, 2.5 and their relatives add a bias to their keys that is far larger than what differs from token to token. Their
 # configurations do not name it.
 FAMILIES = ("qwen2",)

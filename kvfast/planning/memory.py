@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["available_memory"]
-
 
 def available_memory(root="/"):
     """Available bytes of memory, within the limits of the cgroup. Cached pages of files count as available.

@@ -12,8 +12,6 @@ from kvfast.core.limits import MAX_LAYERS
 from kvfast.planning.layer_kinds import NAMES_OF_ALL, count_state_layers, layer_windows
 from kvfast.planning.states import layer_state_nbytes
 
-__all__ = ["LayerShape", "ModelShape", "read_shape"]
-
 MOST_JSON_BYTES = 16 << 20
 
 # Keys that the published files of Gemma leave out, because transformers has defaults for them.

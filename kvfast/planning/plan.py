@@ -20,8 +20,6 @@ from kvfast.planning.vllm_blocks import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOC
 from kvfast.storage.kinds import BLOCK_SIZE, ROLLBACK, ring_blocks
 from kvfast.storage.memory.pool import BlockPool
 
-__all__ = ["DtypePlan", "MemoryPlan", "plan"]
-
 # Formats that are planned by default: all presets, then the other storage dtypes, from many bits to few.
 _OTHERS = sorted([name for name in NAMES if name not in (*FLOATS, *PRESETS)], key=lambda name: -dtype_row(name).bits)
 DTYPES = (*FLOATS, *PRESETS, *_OTHERS)

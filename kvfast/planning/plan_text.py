@@ -7,8 +7,6 @@ from collections import Counter
 from kvfast.core.text import size_text
 from kvfast.planning.vllm_blocks import DEFAULTS
 
-__all__ = ["plain_text"]
-
 MARK = " *"  # after the name of the default format
 GAP = "  "  # between columns
 # A prompt in one append is told where it takes this many times the memory of the sequence.

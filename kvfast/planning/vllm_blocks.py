@@ -6,8 +6,6 @@ from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.codec.formats import KVFormat, floats_of
 from kvfast.core.checks import check_block_size
 
-__all__ = ["DEFAULTS", "ENGINES", "KEEPS_FIRST_AND_LAST", "VLLM_BLOCK_SIZE", "VLLM_FORMATS", "BlocksOfVLLM"]
-
 DEFAULTS = {"kvfast": "int4", "vllm": "auto"}
 """The format of an engine, if nobody names one."""
 ENGINES = tuple(DEFAULTS)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from kvfast.prompts.stores.store import Store
 
-__all__ = ["PromptCache"]
-
 CHUNK_TOKENS = 128
 
 

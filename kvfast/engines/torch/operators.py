@@ -4,8 +4,6 @@ import torch
 
 from kvfast.engines.torch.pools import calls_of
 
-__all__ = ["append", "attend"]
-
 _LIBRARY = torch.library.Library("kvfast", "DEF")
 _LIBRARY.define(
     "append(Tensor(a!) blocks, Tensor k, Tensor v, Tensor slot_mapping, str dtype) -> ()", tags=(torch.Tag.pt2_compliant_tag,)

@@ -6,8 +6,6 @@ import torch
 from kvfast import DimensionMismatchError, KVFormat
 from kvfast.engine import MAX_TOKENS, TensorCalls, buffer_layout, check_block_size, check_size, floats_of, pool_over
 
-__all__ = ["new_blocks"]
-
 # A pool has no tokens of its own, so it may be made anew at any time. A compiled graph may copy a tensor to another address.
 _MOST_POOLS = 4096
 _pools = {}

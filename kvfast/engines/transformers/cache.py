@@ -16,8 +16,6 @@ from kvfast.engines.transformers.rows import RowCaches
 from kvfast.engines.transformers.states import LayerStates, Recomputing
 from kvfast.engines.transformers.versions import asks_for_states
 
-__all__ = ["KVFastCache"]
-
 
 class KVFastCache(Cache):
     """Keys and values of a batch in kvfast's storage, for ``model.generate(cache=...)``.

@@ -7,8 +7,6 @@ import numpy as np
 from kvfast import CorruptFileError, DimensionMismatchError
 from kvfast.engine import aligned, as_array, as_float32, shown, storage_in
 
-__all__ = ["TYPES", "export_layer", "from_ggml", "import_layer", "row_bytes", "to_ggml"]
-
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 

@@ -24,8 +24,6 @@ from kvfast.engine import check_flag, checked_token_ids, each, one_of, shown
 from kvfast.engines.llama_cpp.form import Form, Part, Reader
 from kvfast.engines.llama_cpp.ggml import TYPES, _type, from_ggml, row_bytes, to_ggml
 
-__all__ = ["LlamaCppState", "read_state", "write_state"]
-
 FILE_MAGIC, FILE_VERSION, READ_VERSIONS = 0x67677371, 3, (2, 3)
 DATA_MAGIC = 0xAF143CD8
 

@@ -14,7 +14,24 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
-MOST = {"kvfast": 51_400, "tests": 44_300, "docs": 3_300}
+MOST = {
+    "kvfast": 48_990,
+    "kvfast/attention": 4_040,
+    "kvfast/caches": 3_170,
+    "kvfast/codec": 2_590,
+    "kvfast/compression": 1_970,
+    "kvfast/core": 2_910,
+    "kvfast/engines": 7_160,
+    "kvfast/files": 1_330,
+    "kvfast/handles": 1_050,
+    "kvfast/planning": 1_890,
+    "kvfast/prompts": 2_860,
+    "kvfast/simd": 8_230,
+    "kvfast/storage": 6_140,
+    "kvfast/tools": 4_570,
+    "tests": 42_570,
+    "docs": 3_300,
+}
 MOST_OF_A_GUIDE = 100
 
 
@@ -45,9 +62,9 @@ def lines_at(commit, folder):
 
 
 if __name__ == "__main__":
-    rows = counts()
+    rows, commit = counts(), "".join(sys.argv[1:])
     for name, count, most in rows:
-        change = f"{count - lines_at(sys.argv[1], name):+8,}" if len(sys.argv) > 1 and name in MOST else ""
+        change = f"{count - lines_at(commit, name):+8,}" if commit and name in MOST else ""
         if name in MOST or count > most:
             print(f"{name:32} {count:7,} of {most:7,}{change}{'  too many' if count > most else ''}")
     sys.exit(any(count > most for _, count, most in rows))

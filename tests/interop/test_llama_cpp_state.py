@@ -12,7 +12,7 @@ from kvfast import CorruptFileError, IncompatibleSnapshotError, KVCache
 
 gguf = pytest.importorskip("gguf")
 
-from kvfast.engines.llama_cpp.ggml import TYPES, to_ggml
+from kvfast.engines.llama_cpp.ggml import TYPES, from_ggml, to_ggml
 from kvfast.engines.llama_cpp.state import read_state, write_state
 
 
@@ -78,7 +78,7 @@ def test_turned_as_llama_cpp_does(rng):
     matrix = np.array([[(-1) ** (i & j).bit_count() for j in range(128)] for i in range(128)], np.float32)
     k, v = cache.k(0) @ (matrix / np.sqrt(128)), cache.v(0).reshape(21, 2, 2, 64) @ (matrix[:64, :64] / 8)
     for got, wanted in ((turned.k[0], k), (turned.v[0], v.reshape(21, 2, 128))):
-        decoded = kvfast.llama_cpp.from_ggml(got, "q8_0", 2, 128)
+        decoded = from_ggml(got, "q8_0", 2, 128)
         assert abs(decoded - wanted).max() < 0.03
     with pytest.raises(ValueError, match="multiple of 64"):
         write_state(cache_with(rng, dim=32), "q8_0", rotated=True)

@@ -111,9 +111,9 @@ class ChunkStore:
     ) -> int:
         """Fetch chunks, several at once, verify them, and write them.
 
-        Each chunk has its key, and the bytes of its payload. `write` gets the number of a chunk and its payload: several threads call it at
-        once, `num_threads` or those of kvfast, perhaps also for chunks after a bad one. `meanwhile` is called once, while chunks come. The keys `used` count as used before
-        the chunks, so that a store forgets them first. Returns the number of first chunks that were sound.
+        Each chunk has its key, and the bytes of its payload. `write` gets the number of a chunk and its payload. Several threads call it at
+        once, `num_threads` or those of kvfast, perhaps also for chunks after a bad one. `meanwhile` is called once, while chunks come. The
+        keys `used` count as used before the chunks, so that a store forgets them first. Returns the number of first chunks that were sound.
         """
         begin = time.perf_counter()
         good = self._fetch(chunks, deadline, write, meanwhile, num_threads) if chunks else meanwhile() or 0

@@ -1,4 +1,4 @@
-"""What keeps prompts in a store: the base of `kvfast.PromptCache` and of the caches of engines."""
+"""The base of `kvfast.PromptCache`, and of the caches that keep an engine's prompts in a store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class PromptKeeper:
-    """Keeps prompts in chunks of a store; see `kvfast.PromptCache` for the parameters."""
+    """Keeps prompts in `chunks` of a store, a `ChunkStore`; see `kvfast.PromptCache` for the parameters."""
+
+    way_out = "make another one of its store"  # for those who call a closed one
 
     def __init__(
         self,
@@ -41,8 +43,7 @@ class PromptKeeper:
         self.chunks.flush()
 
     def close(self) -> None:
-        """Wait for values that are saved in the background, and close the store. A second `close` is harmless; other calls are
-        refused."""
+        """Wait for values on their way, and close the store. A second `close` is harmless; other calls are refused."""
         self.chunks.close()
         self._is_closed = True
 
@@ -73,6 +74,7 @@ class PromptKeeper:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.store.url!r}, max_bytes={self.max_bytes})"
 
-    def check_open(self):
+    def check_open(self) -> None:
+        """Refuse calls after `close`."""
         if self._is_closed:
-            raise ValueError(f"this {type(self).__name__} is closed: make another one of its store")
+            raise ValueError(f"this {type(self).__name__} is closed: {self.way_out}")

@@ -304,5 +304,5 @@ def test_what_is_not_a_llama_or_is_over(folder, model):
         prompts[PROMPT]
     prompts.close()
     prompts.close()
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(ValueError, match=r"closed: llm.set_cache\(None\)"):
         prompts[PROMPT]

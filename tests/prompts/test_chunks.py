@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import kvfast
 from kvfast.prompts import patient
 from kvfast.prompts.stores import FolderStore, TieredStore, troubles
+from kvfast.prompts.writer import MOST_PENDING, Writer
 
 pytest.importorskip("safetensors")
 
@@ -462,7 +463,7 @@ def test_bad_input(tmp_path):
         with pytest.raises(TypeError, match="must be one of a pool, got KVCache"):
             prompts.extended(kvfast.KVCache(1, 1, 16), TOKENS)
         pool.use_prompt_cache(prompts)
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(ValueError, match="closed: make another one"):
         prompts.restore(kvfast.KVCache(1, 1, 16), TOKENS)
     with pool.match_prefix(TOKENS) as sequence:  # the pool goes on without the store
         assert len(sequence) == 0 and pool.num_sequences == 1
@@ -471,8 +472,6 @@ def test_bad_input(tmp_path):
 
 def test_calls_without_bytes_wait_for_none():
     """So what is done after the values of a prompt never holds its user up."""
-    from kvfast.prompts.writer import MOST_PENDING, Writer
-
     writer, go_on = Writer(2), threading.Event()
     large = writer.begin(go_on.wait, MOST_PENDING + 1)
     assert writer.begin(lambda: True).result(10) and writer.begin(lambda: True, 1, waits=False) is None

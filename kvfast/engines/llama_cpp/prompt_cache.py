@@ -73,6 +73,8 @@ class LlamaPromptCache(PromptKeeper):
         llm.set_cache(kvfast.llama_cpp.LlamaPromptCache("redis://127.0.0.1", llm))
     """
 
+    way_out = "llm.set_cache(None) does without one"
+
     def __init__(
         self,
         store: str | os.PathLike[str] | Store,
@@ -153,11 +155,6 @@ class LlamaPromptCache(PromptKeeper):
         """As `kvfast.PromptCache.close`."""
         self._saving.close()
         super().close()
-
-    def check_open(self) -> None:
-        """Refuse calls after `close`."""
-        if self.is_closed:
-            raise ValueError("this LlamaPromptCache is closed: llm.set_cache(None) does without one")
 
     def _model(self):
         """The Llama, of which this is the cache."""

@@ -24,8 +24,6 @@ cdef enum:
     # Most tokens of a tile where a side is expanded before it is read (more was not measured), and where values are not rotated: the
     # weights of a tile are rounded to a unit that the largest of them sets, and unrotated values may show it.
     SHORT_TILE = 128
-    # Tokens of a tile where one side has 8 bits, on a matrix unit and on processors other than x86.
-    INTEGER_TILE = 64
     # More tasks than this in one item of many queries do not balance better.
     ENOUGH_TASKS = 64
     # Tokens of a split: each leaves a partial result, and ends and begins without a fetch. Those of many queries have more if there are
@@ -78,14 +76,14 @@ cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexc
 
 cdef int choose_tile(const kv_layout *layout, const kv_kernels *kernels, bint few_rows) noexcept nogil:
     """Tokens of a tile; with `few_rows`, of float rows next to codes. It does not depend on the block size, so that every cache gives
-    the same bits."""
-    cdef bint wide = KV_X86 and not kernels.has_matrix
-    cdef bint unrotated = values_of(layout).family != KV_FLOAT_ROWS and not values_of(layout).rotated
-    cdef int tile = SHORT_TILE if unrotated else KV_TILE if wide else KV_MATRIX_TILE
+    the same bits, nor that of codes on the processor or the number of queries."""
+    cdef const kv_side *values = values_of(layout)
+    cdef bint floats = layout.k.family == KV_FLOAT_ROWS or values.family == KV_FLOAT_ROWS
+    cdef bint short = (floats and (not KV_X86 or kernels.has_matrix)) or (values.family != KV_FLOAT_ROWS and not values.rotated)
+    cdef int tile = SHORT_TILE if short else KV_TILE
     cdef Py_ssize_t most_bytes = FLOAT_TILE_BYTES if KV_X86 and not few_rows else FEW_ROWS_BYTES
-    if not wide and (layout.k.family != KV_FLOAT_ROWS or layout.v.family != KV_FLOAT_ROWS) and (
-            kv_dtypes[layout.k.dtype].bits >= 8 or kv_dtypes[layout.v.dtype].bits >= 8):
-        tile = INTEGER_TILE
+    if layout.latent and not floats:  # many query heads share a tile
+        return SHORT_TILE
     return _limit_tile(_limit_tile(tile, &layout.k, most_bytes), &layout.v, most_bytes)
 
 

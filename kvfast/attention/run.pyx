@@ -17,7 +17,7 @@ from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport check_stopped, kv_watch, watch_of
 from kvfast.core.kernels cimport FAST, KV_FLOAT32, active, kv_kernels, resolved
-from kvfast.core.scratch cimport give_scratch, take_scratch
+from kvfast.core.scratch cimport SCRATCH_BYTES, give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe_pages, kv_wipe_stack
 
@@ -26,6 +26,8 @@ from kvfast.core import slow_paths
 from kvfast.core.kernels import name_of_precision
 
 LOGS = slow_paths.LOGS
+
+assert sizeof(kv_own) <= SCRATCH_BYTES  # of a task
 
 cdef kv_source _SOURCE
 cdef kv_source _CHOSEN

@@ -10,7 +10,7 @@ from libc.string cimport memset
 from kvfast.attention.cuts cimport token_bytes
 from kvfast.attention.tasks cimport given_of, keys_of, kv_given, kv_num_blocks, kv_own, kv_touch, kv_traffic, own_of
 from kvfast.codec.blocks cimport (KV_TO_QUERIES, block_of, change_key_basis, k_block_at, k_offset_of, kv_context, kv_layout, piece_of,
-                                  v_block_at, v_offset_of)
+                                  v_block_at, v_offset_of, values_of)
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT_ROWS, kv_ahead, kv_bends, kv_kernels, kv_panel, kv_prefetch,
@@ -23,9 +23,6 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
     cdef const kv_layout *layout = given.layout
     cdef kv_own *own = own_of(task)
     cdef const kv_side *rope = &layout.v if own.rope != NULL else NULL
-    # Whether the words of all keys are codes; see simd/panels/words16/codes.inc.h.
-    cdef bint exact = (layout.floats == NULL and layout.k.family != KV_FLOAT_ROWS and layout.k.channels == 0
-                       and (rope == NULL or (rope.family != KV_FLOAT_ROWS and rope.channels == 0)))
     cdef int i
     if given.traffic != NULL:
         return
@@ -40,7 +37,7 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
         if rope != NULL:
             _load_rows(task, &given.request.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
         task.kernels.panels[given.panel_kind].prepare(&layout.k, task.wide.rows, rope, task.wide.rope_rows, given.request.options.scale,
-                                                      exact, task.wide.panels + i)
+                                                      layout.floats != NULL, task.wide.panels + i)
 
 
 cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count, float *rows) noexcept nogil:
@@ -128,8 +125,8 @@ cdef void attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *
 
 cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t *starts,
                          const Py_ssize_t *stops) noexcept nogil:
-    """Read a range in panels. Tiles end at multiples of KV_MATRIX_TILE, so that a row's result does not depend on
-    the other rows of its task."""
+    """Read a range in panels. Tiles end at multiples of their size, so that a row's result does not depend on the other rows of its
+    task. Tiles of codes are those of `_attend_tiles`."""
     cdef const kv_layout *layout = range_.layout
     cdef kv_panel *panels = task.wide.panels
     cdef kv_panel *panel
@@ -138,6 +135,9 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     cdef Py_ssize_t t = range_.begin, next_t, all_from = 0, all_to = range_.end
     cdef int now = 0, panels_used = kv_num_blocks(task), r, count, all_seen = 0   # tokens of a tile that all rows see
     cdef bint seen = False
+    cdef int tile = min(range_.tile, task.kernels.panels[given_of(task).panel_kind].tile)
+    if layout.k.family == KV_FLOAT_ROWS or values_of(layout).family == KV_FLOAT_ROWS:
+        tile = KV_MATRIX_TILE
     if not task.kernels.has_matrix:  # words are summed in groups that lie at the same positions for all rows
         t = t // KV_WORD_GROUP * KV_WORD_GROUP
     for r in range(task.rows):
@@ -147,13 +147,13 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     while t < range_.end:
         if is_stopped(given_of(task).watch):
             return
-        next_t = min((t // KV_MATRIX_TILE + 1) * KV_MATRIX_TILE, range_.end)
+        next_t = min((t // tile + 1) * tile, range_.end)
         if t <= range_.begin:
-            _locate(task, layout, t, KV_MATRIX_TILE, &keys[now], &values[now])
+            _locate(task, layout, t, tile, &keys[now], &values[now])
         keys[now].count = values[now].count = count = <int>(next_t - t)
         if next_t < range_.end:
-            _locate(task, layout, next_t, KV_MATRIX_TILE, &keys[1 - now], &values[1 - now])
-            keys[1 - now].count = values[1 - now].count = <int>min(<Py_ssize_t>KV_MATRIX_TILE, range_.end - next_t)
+            _locate(task, layout, next_t, tile, &keys[1 - now], &values[1 - now])
+            keys[1 - now].count = values[1 - now].count = <int>min(<Py_ssize_t>tile, range_.end - next_t)
         else:
             keys[1 - now], values[1 - now] = keys[now], values[now]
             keys[1 - now].first = keys[1 - now].count = values[1 - now].first = values[1 - now].count = 0

@@ -159,7 +159,8 @@ cdef extern from "simd/kernels.h" nogil:
 
     ctypedef struct kv_panel_kernels:
         const char *family
-        void (*prepare)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float scale, int exact,
+        int tile
+        void (*prepare)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float scale, int mixed,
                         kv_panel *panel) noexcept nogil
         void (*attend)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values, const kv_tile *next_keys,
                        const kv_tile *next_values, int64_t position, kv_operands *operands, kv_panel *panels,

@@ -75,7 +75,7 @@ typedef struct {
    Each part belongs to one kernel at a time. */
 typedef struct {
     KV_ALIGNED char tiles[2][KV_TILE * (KV_MAX_HEAD_DIM + sizeof(float)) + 1024]; /* expanded to INT8; and transposed */
-    KV_ALIGNED char pass[80 << 10];  /* of a kernel that reads a tile, or encodes a block */
+    KV_ALIGNED char pass[160 << 10];  /* of a kernel that reads a tile, or encodes a block */
     KV_ALIGNED char again[20 << 10]; /* of one that it calls, to read again what rounding left out */
 } kv_room;
 
@@ -161,25 +161,28 @@ typedef struct {
     kv_score_options options;                     /* of its rows */
     float unit[KV_ROWS], inverse[KV_ROWS];        /* of the integers: the value of 1, and the factor that made them */
     float rope_unit[KV_ROWS], rope_inverse[KV_ROWS];
-    float square[KV_ROWS], rope_square[KV_ROWS];  /* of the norm of each row */
+    float word_unit[KV_ROWS], rope_word_unit[KV_ROWS]; /* of words that multiply float rows: the value of 1, */
+    float square[KV_ROWS], rope_square[KV_ROWS];  /* and the square of the norm of each row */
     KV_ALIGNED float m[KV_ROWS];
-    KV_ALIGNED float l[KV_ROWS];
+    double l[KV_ROWS];
     double noise[KV_ROWS];                        /* as in kv_softmax */
     float factor;                                 /* the softmax scale, of words */
     /* (rows, padded_dim) as given, x softmax scale; of words as given */
     KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];
     KV_ALIGNED float rope_queries[KV_ROWS * KV_MAX_ROPE_DIM];
-    KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];   /* the same as integers, (high and low, depth/64, rows, 64) */
+    KV_ALIGNED float columns[KV_ROWS * KV_MAX_HEAD_DIM]; /* (padded_dim, rows) as given, where words multiply keys with statistics */
+    /* The same as integers: in bytes, (high and low, depth/64, rows, 64), or in words, (depth/2, rows, 2) */
+    KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];
     KV_ALIGNED int8_t rope_parts[KV_ROWS * KV_MAX_ROPE_DIM * 2];  /* the same for the rotary part of latent rows */
-    KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 4]; /* of words16; or in bfloat16, (high and low, depth/32, rows, 64) */
+    KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 4]; /* that multiply float rows; or in bfloat16, (high and low, depth/32, rows, 64) */
     KV_ALIGNED int8_t rope_words[KV_ROWS * KV_MAX_ROPE_DIM * 4];
     /* (padded_dim/16, KV_ROWS, 16) sum of weight x value. In lane tiles, because a processor confuses the addresses of
        stores and loads that are a multiple of a page apart, as whole rows would be */
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];
 } kv_panel;
 
-/* Keys and values of a tile of KV_MATRIX_TILE tokens, as their family has them; see the operands.inc.h of
-   each. */
+/* Keys and values of a tile, of KV_MATRIX_TILE tokens or, of codes as words, KV_TILE, as their family has them; see the
+   operands.inc.h of each. */
 typedef struct {
     kv_room *room;
     int dim, value_dim;                 /* padded, of keys and of values */
@@ -191,20 +194,20 @@ typedef struct {
     int folds[KV_MATRIX_TILE / KV_LANES]; /* whether queries take the scales of a block's channels */
     float error, rope_error;            /* see error_of_unit */
     float code_size;                    /* of values; see there */
-    int exact, group;                   /* values as words: whether none is rounded; the tokens whose weights share a unit */
-    float usual_size, most_weights;     /* code_size for rows that see a part of the tile; the largest sum of a group's weights */
+    int group;                          /* of words: the tokens whose weights share a unit */
+    float usual_size, most_weights;     /* of float rows as words: code_size for rows that see a part of the tile; the largest sum of a
+                                           group's weights */
     KV_ALIGNED int8_t keys[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
-    KV_ALIGNED int8_t values[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
+    KV_ALIGNED int8_t values[(KV_MATRIX_TILE * 4 + 4) * KV_MAX_HEAD_DIM]; /* of words in lines that are no multiple of a page apart */
     KV_ALIGNED int8_t rope[KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 4];
     KV_ALIGNED float rows[KV_LANES * (KV_MAX_HEAD_DIM + KV_LANES)];         /* of words: some keys before they are rounded */
-    KV_ALIGNED int8_t codes[KV_MATRIX_TILE * KV_MAX_HEAD_DIM];              /* of words: keys with channel scales, row by row */
     KV_ALIGNED float key_scales[KV_MATRIX_TILE];
     KV_ALIGNED float rope_scales[KV_MATRIX_TILE];
-    KV_ALIGNED float value_scales[KV_MATRIX_TILE];
+    KV_ALIGNED float value_scales[KV_TILE];
     KV_ALIGNED float value_logs[KV_MATRIX_TILE];                            /* of the fast precision: their logarithms, base 2 */
     KV_ALIGNED int32_t key_starts[2 * KV_MATRIX_TILE], rope_starts[2 * KV_MATRIX_TILE]; /* of vectors: what sums of bytes begin with */
-    KV_ALIGNED float means[KV_MATRIX_TILE / KV_LANES * KV_MAX_HEAD_DIM];    /* (blocks, KV_MAX_HEAD_DIM) of key blocks */
-    KV_ALIGNED float channels[KV_MATRIX_TILE / KV_LANES * KV_MAX_HEAD_DIM];
+    KV_ALIGNED float means[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];    /* (blocks, KV_MAX_HEAD_DIM) of key blocks */
+    KV_ALIGNED float channels[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];
 } kv_operands;
 
 /* Working memory of a task of many query rows; too large for a stack. */
@@ -264,8 +267,9 @@ typedef struct {
 /* Attention of many query rows on one tile, by a family of panels, `family`. */
 typedef struct {
     const char *family; /* NULL: none; vectors take a few rows at a time */
-    void (*prepare)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float scale, int exact,
-                    kv_panel *panel); /* rope NULL: no latent rows; exact: no key is rounded */
+    int tile;           /* most tokens of a tile of codes */
+    void (*prepare)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float scale, int mixed,
+                    kv_panel *panel); /* rope NULL: no latent rows; mixed: float rows lie next to codes */
     void (*attend)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values, const kv_tile *next_keys,
                    const kv_tile *next_values, int64_t position, kv_operands *operands, kv_panel *panels, int num_panels);
 } kv_panel_kernels;

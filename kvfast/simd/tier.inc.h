@@ -118,20 +118,20 @@
 #endif
 
 /* Kernels of panels, for .panels: those that a family of this name has. */
-#define KV_FAMILY(family, attend) {#family, KV(prepare_##family), KV(attend)}
+#define KV_FAMILY(family, tile, attend) {#family, tile, KV(prepare_##family), KV(attend)}
 #if !KV_HAS_PANELS
 #define KV_PANEL_TABLE
 #elif !KV_FAST
 #define KV_PANEL_TABLE                                                                                \
-    .panels = {KV_OWN_CACHES([KV_PANELS_OF_CODES] = KV_FAMILY(words16, attend_words16_codes),         \
-                             [KV_PANELS_OF_PACKED] = KV_FAMILY(words16, attend_words16_codes),)       \
-               [KV_PANELS_OF_ROWS] = KV_FAMILY(words16, attend_words16_rows)},
+    .panels = {KV_OWN_CACHES([KV_PANELS_OF_CODES] = KV_FAMILY(words16, KV_TILE, attend_words16_codes),         \
+                             [KV_PANELS_OF_PACKED] = KV_FAMILY(words16, KV_TILE, attend_words16_codes),)       \
+               [KV_PANELS_OF_ROWS] = KV_FAMILY(words16, KV_MATRIX_TILE, attend_words16_rows)},
 #else
 #include "panels/tiles.inc.h"
 #ifdef KV_MORE_KERNELS
-#define KV_PANEL_TABLE .panels = {[KV_PANELS_OF_ROWS] = KV_FAMILY(tiles8, attend_tiles8)},
+#define KV_PANEL_TABLE .panels = {[KV_PANELS_OF_ROWS] = KV_FAMILY(tiles8, KV_MATRIX_TILE, attend_tiles8)},
 #else
-#define KV_PANEL_TABLE .panels = {[KV_PANELS_OF_CODES] = KV_FAMILY(tiles8, attend_tiles8)},
+#define KV_PANEL_TABLE .panels = {[KV_PANELS_OF_CODES] = KV_FAMILY(tiles8, KV_MATRIX_TILE, attend_tiles8)},
 #endif
 #endif
 
@@ -149,6 +149,6 @@ kv_kernels KV_OF_TIER(kv_kernels, amx) = {
     .isa = "amx", KV_ATTENTION KV_TABLE
     KV_OWN_CACHES(.multiply = {KV(multiply_tiles), KV(multiply_float32)},)
     .has_matrix = 1,
-    .panels = {KV_OWN_CACHES([KV_PANELS_OF_CODES] = KV_FAMILY(tiles8, attend_tiles8),)
-               [KV_PANELS_OF_ROWS] = KV_FAMILY(tiles_bf16, attend_tiles_bf16)}};
+    .panels = {KV_OWN_CACHES([KV_PANELS_OF_CODES] = KV_FAMILY(tiles8, KV_MATRIX_TILE, attend_tiles8),)
+               [KV_PANELS_OF_ROWS] = KV_FAMILY(tiles_bf16, KV_MATRIX_TILE, attend_tiles_bf16)}};
 #endif

@@ -16,7 +16,7 @@ static inline void kv_begin_panel(const kv_task *task, int block)
     if (task->options.query_at) panel->options.query_at += block * KV_ROWS;
     if (task->options.slopes) panel->options.slopes += block * KV_ROWS;
     memset(panel->acc, 0, (size_t)(KV_ROWS * task->call->values->padded_dim) * sizeof(float));
-    for (int r = 0; r < KV_ROWS; r++) panel->m[r] = -INFINITY, panel->l[r] = 0.0f, panel->noise[r] = 0.0;
+    for (int r = 0; r < KV_ROWS; r++) panel->m[r] = -INFINITY, panel->l[r] = 0.0, panel->noise[r] = 0.0;
 }
 
 static inline void kv_begin_block(const kv_task *task, int block, unsigned refined)
@@ -54,7 +54,7 @@ static inline unsigned kv_rows_to_refine(const kv_task *task, int block)
     unsigned marked = panel ? task->kernels->rows_to_refine(panel->acc, KV_LANES, KV_ROWS * KV_LANES, n, panel->noise, rows)
                             : task->kernels->rows_to_refine(narrow->acc, n, KV_LANES, n, narrow->softmax.noise, rows);
     for (int r = 0; r < rows && task->kernels != task->kernels->exact; r++)
-        if (isnan(panel ? panel->l[r] : (float)narrow->softmax.l[r])) marked |= 1u << r;
+        if (isnan(panel ? panel->l[r] : narrow->softmax.l[r])) marked |= 1u << r;
     return marked && call->source->refines_blocks ? ~0u : marked;
 }
 
@@ -66,7 +66,7 @@ static inline float *kv_sums_of(const kv_task *task, int row, float *m, float *l
         const kv_panel *panel = task->wide->panels + row / KV_ROWS;
         float *sums = task->wide->rows;
         for (ptrdiff_t i = 0; i < n; i += KV_LANES) memcpy(sums + i, panel->acc + i * KV_ROWS + r * KV_LANES, KV_LANES * sizeof *sums);
-        *m = panel->m[r], *l = panel->l[r];
+        *m = panel->m[r], *l = (float)panel->l[r];
         return sums;
     }
     kv_scratch *block = task->narrow + row / KV_ROWS;

@@ -89,6 +89,22 @@ static inline __attribute__((always_inline)) void KV(widen_keys)(const char *uni
     }
 }
 
+/* Loads the scales and means of a block's channels. A score is sum q (c s + m) = sum (q s) (c - bias) + sum q (m + bias s). */
+static void KV(load_block_statistics)(const kv_side *side, const char *block, float *means, float *channels)
+{
+    const uint16_t *scales = (const uint16_t *)(block + side->channels);
+    const vf unit = vf_set1(side->channels ? KV(unit_of)(scales) * 0x1p-16f : 0.0f);
+    for (int c = 0; c < side->padded_dim; c += W) {
+        vf mean = vf_load_float16((const uint16_t *)(block + side->means) + c);
+        if (side->channels) {
+            const vf scale = KV(load_channel_scales)(scales + c, unit);
+            mean = vf_fma(scale, vf_set1((float)KV_KEY_BIAS(side->dtype)), mean);
+            vf_store(channels + c, scale);
+        }
+        vf_store(means + c, mean);
+    }
+}
+
 /* Replaces `count` vectors, at most 8, by 2^x for -126 <= x <= 0; 0 below, and NaN for NaN. Interpolates 2^r, r = x - floor(x), in the
    Chebyshev nodes of 0 to 1 (relative error 3.5e-6, a fifth of the activations' rounding). Each step is taken for all vectors before
    the next, as a processor does not look far enough ahead to overlap them. */
@@ -105,6 +121,26 @@ static inline __attribute__((always_inline)) void KV(exp2_of_scores)(vf *x, cons
 #pragma GCC unroll 8
     for (int i = 0; i < count; i++)
         x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x[i], vf_set1(-126.0f), _CMP_NLT_UQ), y[i], x[i]);
+}
+
+/* Replaces `count` vectors, at most 8, by the bits of KV(exp), step by step as above. */
+static inline __attribute__((always_inline)) void KV(exp_of_scores)(vf *x, const int count)
+{
+    const float factors[] = {0.00967603177f, 0.0555035695f, 0.240221068f, 0.693147182f, 1.00000012f};
+    vf n[8], r[8], y[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) r[i] = vf_mul(x[i], vf_set1(1.44269504f));
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) n[i] = _mm512_roundscale_ps(r[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) r[i] = vf_sub(r[i], n[i]), y[i] = vf_set1(0.00133908633f);
+#pragma GCC unroll 5
+    for (int factor = 0; factor < 5; factor++)
+#pragma GCC unroll 8
+        for (int i = 0; i < count; i++) y[i] = vf_fma(y[i], r[i], vf_set1(factors[factor]));
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++)
+        x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x[i], vf_set1(-87.0f), _CMP_NLT_UQ), y[i], n[i]);
 }
 
 /* Prefetches one part in `parts` of each block of a tile. */
@@ -136,7 +172,7 @@ enum { PREFETCHES = 3 }; /* parts that a panel prefetches */
 /* Finds the tokens of a tile that a row of the panel sees, from and to a multiple of `whole`; returns 0 if there are none. */
 static inline int KV(find_seen)(const kv_panel *panel, int whole, int *begin, int *end)
 {
-    int first = KV_MATRIX_TILE, stop = 0;
+    int first = KV_TILE, stop = 0;
     for (int r = 0; r < panel->rows; r++)
         if (panel->start[r] < panel->stop[r]) {
             first = panel->start[r] < first ? panel->start[r] : first;

@@ -168,8 +168,8 @@ static inline __attribute__((always_inline)) void KV(put_activations)(
     for (ptrdiff_t i = 0; i < n; i += KV_LANES)
         for (int lane = 0; lane < KV_LANES / W; lane++) {
             KV_FOR4(r, num_rows,
-                vf exact = vf_mul(vf_load(rows + r * stride + i + lane * W), vf_set1(inverse[r]));
-                if (carry) exact = vf_add(exact, left[lane][r]);
+                const vf row = vf_load(rows + r * stride + i + lane * W), factor = vf_set1(inverse[r]);
+                const vf exact = carry ? vf_fma(row, factor, left[lane][r]) : vf_mul(row, factor);
                 value[r] = vf_round(exact);
                 if (carry) left[lane][r] = vf_sub(exact, vi_to_float(value[r]));
                 if (zeros) product[r] = vf_fma(vi_to_float(value[r]), vf_load(zeros + i + lane * W), product[r]);
@@ -201,7 +201,8 @@ static inline void KV(leave_carried)(const float *rows, ptrdiff_t stride, int nu
         for (int lane = 0; lane < KV_LANES; lane += W) {
             vf carried = vf_set1(0.0f);
             for (int i = lane; i < n; i += KV_LANES) {
-                const vf exact = vf_mul(vf_load(rows + i), vf_set1(inverse[r])), sum = vf_add(exact, carried);
+                const vf row = vf_load(rows + i), factor = vf_set1(inverse[r]);
+                const vf exact = vf_mul(row, factor), sum = vf_fma(row, factor, carried);
                 const vf rounded = vi_to_float(vf_round(sum));
                 carried = vf_sub(sum, rounded);
                 vf_store(left + i, vf_mul(vf_sub(exact, rounded), vf_set1(KV_MAX_ACTIVATION)));

@@ -131,7 +131,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
                 }
             }
         }
-        const int matters = vf_hmax(above) > 0.0f;
+        const int matters = vf_hmax(above) >= 0.0f;
         if (KV_FAST && matters) {
             for (int v = 0; v < vectors; v++)
                 for (int r = 0; r < num_rows; r++) {

@@ -196,27 +196,17 @@ static int KV(load_key_bytes)(const kv_side *side, const kv_tile *tile, kv_room 
     return ROW_PARTS;
 }
 
-/* Loads the channels' scales and means of the tile's blocks. A score is sum q (c s + m) = sum (q s) (c - 16) + sum q (m + 16 s). */
+/* Loads the statistics of the tile's blocks. */
 static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
     const ptrdiff_t *block = tile->at;
     int i = -1;
     for (int t = 0, slot = tile->first; t < KV_MATRIX_TILE; t += KV_LANES) {
         if (t < tile->count && (t == 0 || slot == 0)) {
-            const uint16_t *means = (const uint16_t *)(tile->base + *block + side->means);
-            const uint16_t *scales = (const uint16_t *)(tile->base + *block + side->channels);
-            const vf unit = vf_set1(side->channels ? KV(unit_of)(scales) * 0x1p-16f : 0.0f);
+            const char *at = tile->base + *block;
             i++;
-            operands->folds[i] = side->channels && !KV(takes_scales)(side, scales);
-            for (int c = 0; c < side->padded_dim; c += W) {
-                vf mean = vf_load_float16(means + c);
-                if (side->channels) {
-                    const vf scale = KV(load_channel_scales)(scales + c, unit);
-                    mean = vf_fma(scale, vf_set1((float)KV_KEY_BIAS(side->dtype)), mean);
-                    vf_store(operands->channels + i * KV_MAX_HEAD_DIM + c, scale);
-                }
-                vf_store(operands->means + i * KV_MAX_HEAD_DIM + c, mean);
-            }
+            operands->folds[i] = side->channels && !KV(takes_scales)(side, (const uint16_t *)(at + side->channels));
+            KV(load_block_statistics)(side, at, operands->means + i * KV_MAX_HEAD_DIM, operands->channels + i * KV_MAX_HEAD_DIM);
         }
         operands->block_of[t / KV_LANES] = i;
         slot += KV_LANES;

@@ -52,9 +52,9 @@ static void KV(prepare_rows)(const float *rows, int n, float factor, float *scal
 
 /* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
 static void KV(prepare_tiles8)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
-                              float factor, int exact, kv_panel *panel)
+                              float factor, int mixed, kv_panel *panel)
 {
-    (void)exact;
+    (void)mixed;
     KV(prepare_rows)(rows, side->padded_dim, factor, panel->queries, panel->unit, panel->inverse, panel->parts, panel->words);
     if (rope)
         KV(prepare_rows)(rope_rows, rope->padded_dim, factor, panel->rope_queries, panel->rope_unit, panel->rope_inverse,

@@ -59,3 +59,11 @@ static inline __attribute__((always_inline)) vf KV(find_maxima)(const kv_operand
     correction->changed = (uint16_t)~same;
     return from;
 }
+
+/* Adds the weights of a tile to those of the panel's rows. */
+static inline void KV(add_weights)(kv_panel *panel, const KV(correction) *correction, vf sums)
+{
+    KV_ALIGNED float sum[KV_ROWS];
+    vf_store(sum, sums);
+    for (int r = 0; r < KV_ROWS; r++) panel->l[r] = panel->l[r] * (double)correction->rescale[r] + (double)sum[r];
+}

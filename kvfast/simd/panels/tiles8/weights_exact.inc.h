@@ -13,7 +13,6 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const vf log2e = vf_set1(1.44269504f);
     vf here, reach;
     const vf from = KV(find_maxima)(operands, panel, position, begin, end, scores, correction, &here, &reach);
-    const vf keep = vf_load(correction->rescale);
     const __mmask16 blind = _mm512_cmp_ps_mask(here, vf_set1(-INFINITY), _CMP_EQ_OQ);
     vf_store(base, bf16 ? from : _mm512_maskz_mov_ps(~blind, here));
     for (int r = 0; r < KV_ROWS; r++) {
@@ -35,13 +34,13 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
         vf_store(sums + r * W, total);
         vf_store(most + r * W, top);
     }
-    const vf sum = KV(reduce_rows)(sums, 0), l = vf_load(panel->l);
+    const vf sum = KV(reduce_rows)(sums, 0);
     if (bf16) {
-        vf_store(panel->l, vf_fma(l, keep, sum));
+        KV(add_weights)(panel, correction, sum);
         return;
     }
     const vf add = KV(exp)(vf_sub(here, from)), top = KV(reduce_rows)(most, 1);
-    vf_store(panel->l, vf_fma(l, keep, vf_mul(sum, add)));
+    KV(add_weights)(panel, correction, vf_mul(sum, add));
     vf_store(correction->unit, vf_mul(vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)), add));
     for (int r = 0; r < KV_ROWS; r++)
         panel->noise[r] = panel->noise[r] * correction->rescale[r] * correction->rescale[r]

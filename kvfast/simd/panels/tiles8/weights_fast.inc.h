@@ -60,6 +60,6 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
         vf_store(sums + r * W, total);
     }
     const vf unit = vf_mul(KV(exp)(vf_mul(power, vf_set1(-0.693147181f))), KV(exp)(vf_sub(here, from)));
-    vf_store(panel->l, vf_fma(vf_load(panel->l), vf_load(correction->rescale), vf_mul(KV(reduce_rows)(sums, 0), unit)));
+    KV(add_weights)(panel, correction, vf_mul(KV(reduce_rows)(sums, 0), unit));
     vf_store(correction->unit, unit);
 }

@@ -8,15 +8,15 @@
 
    A row that sees all tokens of a tile reads float rows of keys less their mean, as keys of a model have much in common; the mean's
    product with the query is added in float32. Other rows read them as they are, because the other tokens of their tile depend on the
-   other rows. Codes are read less the mean of their block, which does not depend on any row.
+   other rows.
 
-   Elements are at most 32767. The products of KV_WORD_SET elements are summed up, a set, and then as floats. The norm of each set of a
+   Elements of float rows are at most 32767. The products of KV_WORD_SET elements are summed up, a set, and then as floats. The norm of each set of a
    query or key is at most KV_WORD_NORM. With the rounding,
        |sum q k| <= (46300 + sqrt(32) / 2)^2 = 2 143 951 893 < 2^31,
    and so is each part of the sum. A score's standard error is 0.29 sqrt(q_unit^2 |k|^2 + |q|^2 k_unit^2). Where it can be more than
    least_errors allows, the score is computed in float32; only the row and the tiles decide this.
 
-   Values are at most KV_MOST_VALUE, 14 bits relative to the largest element of their row. Its scale is folded into the weights, whose
+   Values of float rows are at most KV_MOST_VALUE, 14 bits relative to the largest element of their row. Its scale is folded into the weights, whose
    sum over KV_WORD_GROUP tokens is at most KV_MOST_WEIGHTS; what their rounding carries on adds less than 4:
        |sum w v| <= (131050 + 4) * 16383 = 2 147 057 682 < 2^31. */
 #define KV_WORD_SET 32
@@ -27,7 +27,7 @@
 enum {
     WORD_GROUPS = KV_MATRIX_TILE / KV_WORD_GROUP,
     /* Bytes of 16 elements of values. A processor confuses the addresses of stores that are a multiple of a page apart. */
-    VALUE_STRIDE = KV_MATRIX_TILE * 32 + 64,
+    VALUE_STRIDE = KV_TILE * 32 + 64,
 };
 
 /* Rounds 16 rows of n floats, queries or keys, to words whose sets have at most this norm. Writes their units and the squares of their
@@ -83,31 +83,26 @@ static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, float 
     }
 }
 
-/* Keys as words, and what they were made of: float rows, or codes. */
+/* Keys as words, and the rows or blocks that they come from. */
 typedef struct {
-    const char *rows[KV_MATRIX_TILE]; /* float rows */
     int family, dim, dtype;
-    int has_channels, has_means;
+    const char *rows[KV_MATRIX_TILE];                         /* float rows */
     int8_t *words;
-    float *means;                                             /* (blocks, KV_MAX_HEAD_DIM), which the words are less; not of `rows` */
-    const int8_t *codes;                                      /* with channel scales, (dim / 64, tokens, 64) */
-    const float *channels;                                    /* these scales, (blocks, KV_MAX_HEAD_DIM) x block_units */
-    int block_of[KV_MATRIX_TILE / KV_LANES];                  /* of 16 tokens; the mean of float rows is that of block 0 */
-    float block_units[KV_MATRIX_TILE / KV_LANES];
-    int exact;                                                /* the words are codes: nothing was rounded */
+    float *means;                                             /* of float rows, which the words are less; or (blocks, KV_MAX_HEAD_DIM) */
+    const float *channels;                                    /* of codes: NULL, or the scales of a block's channels, in the same way */
+    int has_means;
+    int block_of[KV_TILE / KV_LANES];                         /* of 16 tokens; the mean of float rows is that of block 0 */
+    float error;                                              /* of codes: see error_of_unit */
     float most_unit, most_square;
-    KV_ALIGNED float units[KV_MATRIX_TILE], squares[KV_MATRIX_TILE]; /* of the words, and of the norm */
+    KV_ALIGNED float units[KV_TILE], squares[KV_MATRIX_TILE]; /* of the words, and of the norm of float rows */
 } KV(word_keys);
 
-/* The largest units and norms of `count` keys, in whole lane tiles. */
-static inline void KV(find_most)(KV(word_keys) *keys, int count)
+/* The largest of `count` numbers, in whole lane tiles. */
+static inline float KV(find_most)(const float *numbers, int count)
 {
-    vf unit = vf_set1(0.0f), square = unit;
-    for (int t = 0; t < count; t += KV_LANES) {
-        unit = vf_max(unit, vf_load(keys->units + t));
-        square = vf_max(square, vf_load(keys->squares + t));
-    }
-    keys->most_unit = vf_hmax(unit), keys->most_square = vf_hmax(square);
+    vf most = vf_set1(0.0f);
+    for (int t = 0; t < count; t += KV_LANES) most = vf_max(most, vf_load(numbers + t));
+    return vf_hmax(most);
 }
 
 /* Calls load(dtype) with a constant dtype of floats, so that no element asks for it. */
@@ -151,12 +146,12 @@ static inline __attribute__((always_inline)) void KV(load_key_rows)(KV(word_keys
 static void KV(load_key_words)(const kv_side *side, const kv_tile *tile, int less_mean, kv_operands *operands, KV(word_keys) *keys)
 {
     const int count = KV(find_rows)(side, tile, KV_LANES, keys->rows);
-    keys->has_means = less_mean, keys->has_channels = keys->exact = 0;
+    keys->has_means = less_mean, keys->channels = NULL;
     memset(keys->block_of, 0, sizeof keys->block_of);
 #define KV_LOAD(dtype) KV(load_key_rows)(keys, count, operands->rows, dtype)
     KV_BY_DTYPE(side->dtype, KV_LOAD);
 #undef KV_LOAD
-    KV(find_most)(keys, count);
+    keys->most_unit = KV(find_most)(keys->units, count), keys->most_square = KV(find_most)(keys->squares, count);
 }
 
 /* The root mean square of values as words; a weight's rounding is taken twice, because the next weight takes it back. */
@@ -207,5 +202,5 @@ static void KV(load_value_words)(const kv_side *side, const kv_tile *tile, kv_op
     operands->code_size = KV(size_of_values)(squares, count * n);
     operands->usual_size = KV_MOST_VALUE / 127.0f * KV_CODE_SIZE(KV_INT8);
     operands->most_weights = KV_MOST_WEIGHTS;
-    operands->exact = 0, operands->group = KV_WORD_GROUP;
+    operands->group = KV_WORD_GROUP;
 }

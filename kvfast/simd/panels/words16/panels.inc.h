@@ -1,5 +1,5 @@
-/* Attention of many query rows with words; see operands.inc.h. Panels of 16 query rows read the keys and values of
-   KV_MATRIX_TILE tokens, which become words once for all of them. The softmax is corrected once for these tokens. */
+/* Attention of many query rows with words; see operands.inc.h. Panels of 16 query rows read the keys and values of a tile, which become
+   words once for all of them. The softmax is corrected once for these tokens. */
 
 /* As add_words for the tokens from `begin` on, which have one unit for each row, four lanes of values and 4 rows. */
 static inline void KV(add_square)(const int8_t *values, const KV(word_weights) *w, int begin, int end, const float *unit, int row,
@@ -89,8 +89,28 @@ typedef struct {
 typedef struct {
     KV(word_keys) keys[2], rope[2];
     KV(word_pass) passes[2];
-    KV(word_scores) others;
+    KV(word_scores) others, parts[2];
+    KV(word_folded) folded[2];
 } KV(word_room);
+
+/* Scores of one panel or two, which may see fewer tokens than begin to end. */
+static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panels, int count, int begin, int end,
+                           KV(word_scores) *const *scores)
+{
+    KV(word_room) *const room = KV_IN(tile->room->pass, KV(word_room));
+    KV(word_scores) *const parts[2] = {&room->parts[0], &room->parts[1]};
+    for (int i = 0; i < 2; i++) {
+        const KV(word_keys) *keys = i ? tile->rope : tile->keys;
+        if (!keys) continue;
+        if (keys->family == KV_FLOAT_ROWS) KV(score_float_rows)(tile, keys, panels, count, begin, end, i ? parts : scores);
+        else KV(score_codes)(tile, keys, panels, count, begin, end, i ? parts : scores, room->folded);
+    }
+    for (int i = 0; i < count && tile->rope; i++) {
+        float *at = scores[i]->weights, *part = parts[i]->weights;
+        for (int t = begin * KV_ROWS; t < end * KV_ROWS; t += W) vf_store(at + t, vf_add(vf_load(at + t), vf_load(part + t)));
+        for (int t = begin; t < end; t += KV_LANES) KV(find_most_scores)(scores[i], t);
+    }
+}
 
 /* Scores of one panel or two. `tiles` are the keys for rows that see some of the tile, and for those that see all. */
 static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panels, int count,
@@ -136,12 +156,13 @@ static inline __attribute__((always_inline)) void KV(load_sides)(
         loaded[i] = now;
         if (!wanted[i]) continue;
         now->family = side->family, now->dim = side->padded_dim, now->dtype = side->dtype;
-        now->words = words + i * words_bytes, now->means = means + i * KV_MAX_HEAD_DIM;
-        if (of_codes && side->family != KV_FLOAT_ROWS) KV(load_key_codes)(side, tile, operands, now);
-        else {
+        if (!of_codes || side->family == KV_FLOAT_ROWS) {
+            now->words = words + i * words_bytes, now->means = means + i * KV_MAX_HEAD_DIM;
             KV(load_key_words)(side, tile, i, operands, now);
             continue;
         }
+        now->words = words, now->means = means;
+        KV(load_key_codes)(side, tile, operands, now);
         loaded[0] = loaded[1] = now;
         return;
     }
@@ -161,7 +182,7 @@ static inline __attribute__((always_inline)) void KV(attend_words16)(
         KV(sort_rows)(panels + i, &all, &some);
         wanted[0] |= some, wanted[1] |= all;
     }
-    /* Codes have the means of up to 8 blocks, but latent rows do not have means. */
+    /* Blocks of codes have means, but latent rows have none. */
     KV(load_sides)(k, keys, wanted, operands->means, operands->keys, KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2, operands, room->keys,
                    k_loaded, of_codes);
     if (has_rope)
@@ -182,7 +203,8 @@ static inline __attribute__((always_inline)) void KV(attend_words16)(
             KV(prefetch_part)(&next);
             if (pass->begin < pass->end) {
                 KV(weigh_words)(panels + i + j, operands, pass->all, position, pass->begin, pass->end, &pass->w);
-                KV(round_weights)(&pass->w, operands->group, pass->begin, pass->end, operands->exact ? NULL : panels[i + j].noise);
+                if (operands->group == KV_TILE) KV(round_weights)(&pass->w, KV_TILE, pass->begin, pass->end, NULL, 0);
+                else KV(round_weights)(&pass->w, KV_WORD_GROUP, pass->begin, pass->end, panels[i + j].noise, 1);
             }
             KV(prefetch_part)(&next);
             if (pass->begin < pass->end)

@@ -1,26 +1,60 @@
 /* Scores of query rows as words, of one panel or two, and of the keys of a tile; see operands.inc.h. Scores that the rounding can have
-   moved too far are computed again; see exact.inc.h. */
+   moved too far are computed again: refine_rows, refine_codes. */
 
-/* Prepares 16 rows of n floats as words, whose units have the softmax scale, and keeps them as they are. */
-static void KV(prepare_word_lane)(const float *rows, int n, float norm, float factor, float *queries, int8_t *words, float *unit,
-                                  float *square)
+/* Prepares 16 rows of n floats as words that multiply float rows. */
+static void KV(prepare_word_lane)(const float *rows, int n, float factor, int8_t *words, float *unit, float *square)
 {
-    KV(put_word_lane)(rows, n, n, norm, words, unit, square);
+    KV(put_word_lane)(rows, n, n, KV_WORD_NORM, words, unit, square);
     vf_store(unit, vf_mul(vf_load(unit), vf_set1(factor)));
     vf_store(square, vf_mul(vf_load(square), vf_set1(factor * factor)));
-    memcpy(queries, rows, KV_ROWS * (size_t)n * sizeof(float));
 }
 
-/* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. Where all keys are exact, no norm is limited. */
-static void KV(prepare_words16)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float factor,
-                              int exact, kv_panel *panel)
+/* Writes two depths of 16 rows, integers, as a line of words. */
+static inline void KV(put_word_pair)(vi a, vi b, int8_t *out)
 {
-    const float norm = exact ? INFINITY : KV_WORD_NORM;
+    _mm512_store_si512(out, _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16)));
+}
+
+/* The factors that make rows integers whose largest is `largest`. */
+static inline vf KV(inverse_of)(vf most, vf largest)
+{
+    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, vf_set1(0x1p-100f), _CMP_GT_OQ), most, largest);
+}
+
+/* Prepares 16 rows of n floats as the integers of find_units and put_activations, which multiply codes. Where keys have statistics,
+   `columns` becomes the rows as (n, 16). */
+static void KV(prepare_code_lane)(const float *rows, int n, float factor, int8_t *words, float *unit, float *inverse, float *columns)
+{
+    KV_ALIGNED float square[KV_ROWS * KV_LANES];
+    KV(find_units)(rows, n, KV_ROWS, factor, inverse, unit);
+    const vf factors = vf_load(inverse);
+    for (int c = 0; c < n; c += KV_LANES) {
+        float *const out = columns ? columns + c * KV_ROWS : square;
+        KV_ALIGNED float lines[KV_ROWS * KV_LANES];
+        for (int r = 0; r < KV_ROWS; r++) vf_store(lines + r * KV_LANES, vf_load(rows + r * n + c));
+        KV(transpose_lines)((const int8_t *)lines, (int8_t *)out);
+        for (int i = 0; i < KV_LANES; i += 2, words += 64)
+            KV(put_word_pair)(vf_round(vf_mul(vf_load(out + i * KV_ROWS), factors)),
+                              vf_round(vf_mul(vf_load(out + (i + 1) * KV_ROWS), factors)), words);
+    }
+}
+
+/* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
+static void KV(prepare_words16)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float factor,
+                                int mixed, kv_panel *panel)
+{
     panel->factor = factor;
-    KV(prepare_word_lane)(rows, side->padded_dim, norm, factor, panel->queries, panel->words, panel->unit, panel->square);
-    if (rope)
-        KV(prepare_word_lane)(rope_rows, rope->padded_dim, norm, factor, panel->rope_queries, panel->rope_words, panel->rope_unit,
-                              panel->rope_square);
+    memcpy(panel->queries, rows, KV_ROWS * (size_t)side->padded_dim * sizeof(float));
+    if (rope) memcpy(panel->rope_queries, rope_rows, KV_ROWS * (size_t)rope->padded_dim * sizeof(float));
+    if (mixed || side->family == KV_FLOAT_ROWS)
+        KV(prepare_word_lane)(rows, side->padded_dim, factor, panel->words, panel->word_unit, panel->square);
+    if (rope && (mixed || rope->family == KV_FLOAT_ROWS))
+        KV(prepare_word_lane)(rope_rows, rope->padded_dim, factor, panel->rope_words, panel->rope_word_unit, panel->rope_square);
+    if (side->family != KV_FLOAT_ROWS)
+        KV(prepare_code_lane)(rows, side->padded_dim, factor, panel->parts, panel->unit, panel->inverse,
+                              side->means ? panel->columns : NULL);
+    if (rope && rope->family != KV_FLOAT_ROWS)
+        KV(prepare_code_lane)(rope_rows, rope->padded_dim, factor, panel->rope_parts, panel->rope_unit, panel->rope_inverse, NULL);
 }
 
 /* Products of 8 keys with the rows of one panel or two, over `lines` pairs of elements from element d on. The sums stay in registers.
@@ -46,27 +80,16 @@ static inline __attribute__((always_inline)) void KV(multiply_keys)(const KV(wor
     for (int i = 0; i < 8; i++) sums[0][i] = (vi)sum[0][i], sums[1][i] = (vi)sum[1][i];
 }
 
-/* Scores of one panel or two and the tokens begin to end. Keys that were rounded are summed up in sets, exact keys in one. With `adds`,
-   added to those that are there. */
+/* Scores of one panel or two and the tokens begin to end. Float rows are summed up in sets, codes in one. */
 static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_queries) *queries, const int panels,
                                                                   const KV(word_keys) *keys, int begin, int end,
-                                                                  KV(word_scores) *const *scores, int adds, const int exact)
+                                                                  KV(word_scores) *const *scores, const int of_codes)
 {
-    const int n = keys->dim, set = exact ? n : KV_WORD_SET;
+    const int n = keys->dim, set = of_codes ? n : KV_WORD_SET;
     KV_ALIGNED float parts[2 * 8 * KV_ROWS];
-    vf shift[2] = {vf_set1(0.0f), vf_set1(0.0f)};
-    int block = -1;
     for (int t = begin; t < end; t += 8) {
         const int8_t *words = keys->words + t / KV_LANES * n * 32 + t % KV_LANES * 4;
         vi sums[2][8];
-        if (keys->has_means && block != keys->block_of[t / KV_LANES]) {
-            block = keys->block_of[t / KV_LANES];
-#pragma GCC unroll 2
-            for (int panel = 0; panel < panels; panel++) {
-                shift[panel] = KV(multiply_mean)(keys->means + block * KV_MAX_HEAD_DIM, queries + panel, n);
-                vf_store(scores[panel]->shifts + block * KV_ROWS, shift[panel]);
-            }
-        }
         int d = 0;
         for (; d + set < n; d += set) {
             KV(multiply_keys)(queries, panels, d, words + d * 32, set / 2, sums);
@@ -87,9 +110,8 @@ static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
                 vf sum = vi_to_float(sums[panel][i]);
-                if (!exact && d) sum = vf_add(sum, vf_load(parts + (panel * 8 + i) * KV_ROWS));
-                const vf before = adds ? vf_add(shift[panel], vf_load(at + i * KV_ROWS)) : shift[panel];
-                const vf score = vf_fma(sum, vf_mul(queries[panel].unit, vf_set1(keys->units[t + i])), before);
+                if (!of_codes && d) sum = vf_add(sum, vf_load(parts + (panel * 8 + i) * KV_ROWS));
+                const vf score = vf_fma(sum, vf_mul(queries[panel].unit, vf_set1(keys->units[t + i])), queries[panel].shift);
                 most = vf_max(most, score);
                 vf_store(at + i * KV_ROWS, score);
             }
@@ -97,21 +119,6 @@ static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_
         }
     }
 }
-
-static void KV(score_keys)(const KV(word_queries) *queries, int panels, const KV(word_keys) *keys, int begin, int end,
-                           KV(word_scores) *const *scores, int adds)
-{
-    if (keys->exact && panels == 2) KV(score_words)(queries, 2, keys, begin, end, scores, adds, 1);
-    else if (keys->exact) KV(score_words)(queries, 1, keys, begin, end, scores, adds, 1);
-    else if (panels == 2) KV(score_words)(queries, 2, keys, begin, end, scores, adds, 0);
-    else KV(score_words)(queries, 1, keys, begin, end, scores, adds, 0);
-}
-
-/* The keys of a tile, and of latent rows their rotary part, or NULL. */
-typedef struct {
-    const KV(word_keys) *keys, *rope;
-    kv_room *room;
-} KV(word_tile);
 
 /* The squares of the standard errors of scores, over 0.29, that come from rounding a key and 16 queries. */
 static inline vf KV(squared_error)(vf query_unit, vf query_square, float key_unit, float key_square)
@@ -164,44 +171,38 @@ static inline void KV(find_most_scores)(KV(word_scores) *scores, int token)
 
 enum { MOST_PLACES = 5 }; /* of a token; where more rows need its score, all 16 take less time */
 
-/* Computes the scores that the rounding to words can have moved by more than least_errors in float32. */
-static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, const KV(word_queries) *queries,
-                              const KV(word_queries) *rope_queries, int begin, int end, KV(word_scores) *scores)
+/* Computes the scores of float rows that the rounding to words can have moved by more than least_errors in float32. `most` are the
+   largest scores so far. */
+static void KV(refine_rows)(const KV(word_keys) *keys, const float *rows, vf unit, vf square, vf most, float factor, int begin, int end,
+                            KV(word_scores) *scores, kv_room *room)
 {
-    const KV(word_keys) *keys = tile->keys, *rope = tile->rope;
-    const vf limit = vf_set1(KV_LEAST_ERROR * KV_LEAST_ERROR / (0.29f * 0.29f)), unit = queries->unit;
-    const vf square = keys->exact ? vf_set1(0.0f) : vf_load(panel->square), rope_unit = rope_queries->unit;
-    const vf rope_square = rope && rope->exact ? vf_set1(0.0f) : vf_load(panel->rope_square);
+    const vf limit = vf_set1(KV_LEAST_ERROR * KV_LEAST_ERROR / (0.29f * 0.29f));
     vf error = KV(squared_error)(unit, square, keys->most_unit, keys->most_square);
-    if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->most_unit, rope->most_square));
     if (!_mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)) return;
-    const vf most = kv_bends(&panel->options) ? vf_set1(-INFINITY) : vf_load(panel->m);
     const vf least = KV(least_scores)(error, most);
     /* Nothing branches on a token before it is known which scores are computed again. */
     uint64_t found[KV_MATRIX_TILE / 64] = {0};
     for (int first = begin; first < end; first += KV_LANES) {
         error = KV(most_squared_errors)(unit, square, keys, first);
-        if (rope) error = vf_add(error, KV(most_squared_errors)(rope_unit, rope_square, rope, first));
         const __mmask16 loud = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
         if (loud) found[first / 64] |= (uint64_t)(loud & KV(find_large_scores)(scores, first, least)) << first % 64;
     }
-    const vi rows = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    KV(exact_scores) *const exact = KV_IN(tile->room->again, KV(exact_scores));
-    exact->keys = keys, exact->rope = rope, exact->queries = queries, exact->rope_queries = rope_queries, exact->scores = scores;
+    const vi order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    KV(exact_scores) *const exact = KV_IN(room->again, KV(exact_scores));
+    exact->keys = keys, exact->rows = rows, exact->factor = factor, exact->scores = scores->weights;
     exact->count = 0;
     unsigned lanes = 0;
     for (int part = 0; part < KV_MATRIX_TILE / 64; part++)
         for (uint64_t left = found[part]; left; left &= left - 1) {
             const int t = part * 64 + __builtin_ctzll(left);
             error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
-            if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
             const vf allowed = vf_mul(KV(least_errors)(vf_load(scores->weights + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
             const __mmask16 again = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
                                     & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
             const int count = __builtin_popcount(again);
             if (count > MOST_PLACES) KV(score_token)(exact, (unsigned)t, again);
             else {
-                const vi places = vi_add(rows, vi_set1(t * KV_ROWS));
+                const vi places = vi_add(order, vi_set1(t * KV_ROWS));
                 _mm512_storeu_si512(exact->places + exact->count, _mm512_maskz_compress_epi32(again, places));
                 exact->count += count;
             }
@@ -211,17 +212,182 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
     for (; lanes; lanes &= lanes - 1) KV(find_most_scores)(scores, __builtin_ctz(lanes) * KV_LANES);
 }
 
-/* Scores of one panel or two, which may see fewer tokens than begin to end. */
-static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panels, int count, int begin, int end,
+/* A panel's rows as they multiply the codes of a block: with its channels' scales, and the shift of all scores. */
+typedef struct {
+    KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 2];
+    KV_ALIGNED float inverse[KV_ROWS];
+    const float *channels; /* or NULL */
+    KV(word_queries) queries;
+} KV(word_folded);
+
+/* The sum of 16 vectors, in the order of vf_hsum. */
+static inline __attribute__((always_inline)) vf KV(sum_lanes)(vf lanes[KV_LANES])
+{
+#pragma GCC unroll 4
+    for (int half = KV_LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) lanes[i] = vf_add(lanes[i], lanes[i + half]);
+    return lanes[0];
+}
+
+/* The same numbers as fold_statistics and put_activations, for 16 rows at once: a vector holds a channel of all rows. */
+static void KV(fold_words)(const kv_panel *panel, const KV(word_keys) *keys, int block, KV(word_folded) *folded)
+{
+    const int n = keys->dim;
+    const float *column = panel->columns, *means = keys->means + (ptrdiff_t)block * KV_MAX_HEAD_DIM;
+    const float *channels = keys->channels ? keys->channels + (ptrdiff_t)block * KV_MAX_HEAD_DIM : NULL;
+    vf sums[KV_LANES], peaks[2] = {vf_set1(0.0f), vf_set1(0.0f)};
+#pragma GCC unroll 16
+    for (int i = 0; i < KV_LANES; i++) sums[i] = vf_set1(0.0f);
+    for (int c = 0; c < n; c += KV_LANES)
+#pragma GCC unroll 16
+        for (int i = 0; i < KV_LANES; i++) {
+            const vf x = vf_load(column + (c + i) * KV_ROWS);
+            sums[i] = vf_fma(x, vf_set1(means[c + i]), sums[i]);
+            if (channels) peaks[i % 2] = vf_max(peaks[i % 2], vf_abs(vf_mul(x, vf_set1(channels[c + i]))));
+        }
+    folded->queries = (KV(word_queries)){panel->parts, vf_load(panel->unit), vf_mul(KV(sum_lanes)(sums), vf_set1(panel->factor))};
+    folded->channels = channels;
+    vf_store(folded->inverse, vf_load(panel->inverse));
+    if (!channels) return;
+    const vf peak = vf_max(peaks[0], peaks[1]), inverse = KV(inverse_of)(vf_set1(KV_MAX_ACTIVATION), peak);
+    vf_store(folded->inverse, inverse);
+    folded->queries.words = folded->words;
+    folded->queries.unit = vf_mul(peak, vf_set1(panel->factor * (1.0f / KV_MAX_ACTIVATION)));
+    int8_t *out = folded->words;
+    for (int c = 0; c < n; c += 2, column += 2 * KV_ROWS, out += 64) {
+        const vf a = vf_mul(vf_load(column), vf_set1(channels[c])), b = vf_mul(vf_load(column + KV_ROWS), vf_set1(channels[c + 1]));
+        KV(put_word_pair)(vf_round(vf_mul(a, inverse)), vf_round(vf_mul(b, inverse)), out);
+    }
+}
+
+/* Adds what the rounding of row r left out to its scores of 16 tokens, where the bit of a token is set. */
+static void KV(refine_lane)(const KV(word_keys) *keys, const int16_t *left, int token, unsigned tokens, int r, float unit,
+                            float *scores)
+{
+    KV_ALIGNED int32_t sums[KV_LANES];
+    const int8_t *words = keys->words + token * keys->dim * 2;
+    vacc sum = (vacc)vi_set1(0);
+    for (int d = 0; d < keys->dim; d += 2, words += 64)
+        sum = (vacc)_mm512_dpwssd_epi32((__m512i)sum, _mm512_load_si512(words), vi_set1(kv_load32(left + d)));
+    _mm512_store_si512(sums, (vi)sum);
+    for (; tokens; tokens &= tokens - 1) {
+        const int t = token + __builtin_ctz(tokens);
+        float *score = scores + t * KV_ROWS + r;
+        const float rest = (float)sums[t - token] * (keys->units[t] * unit);
+        *score = __builtin_fmaf(rest, 0.5f / KV_MAX_ACTIVATION, *score);
+    }
+}
+
+/* The same as refine of vectors, for the tokens begin to end, of one block if they have statistics. `most` are the largest scores so
+   far. */
+static void KV(refine_codes)(const KV(word_keys) *keys, const float *rows, const KV(word_folded) *folded, vf most, int begin, int end,
+                             KV(word_scores) *scores, kv_room *room)
+{
+    typedef struct {
+        KV_ALIGNED float rows[2][KV_MAX_HEAD_DIM];
+        int16_t left[KV_MAX_HEAD_DIM];
+        uint16_t tokens[KV_ROWS][KV_TILE / KV_LANES];
+    } rest;
+    rest *const again = KV_IN(room->again, rest);
+    const int n = keys->dim;
+    KV_ALIGNED float units[KV_ROWS];
+    const vf unit = folded->queries.unit, errors = vf_mul(vf_abs(unit), vf_set1(keys->error));
+    const vf largest = vf_mul(errors, vf_set1(keys->most_unit));
+    unsigned any = 0;
+    if (!(vf_hmax(largest) * 1.001f >= KV_LEAST_ERROR)) return;
+    const vf over = vf_mul(largest, vf_set1(1.001f / 0.29f)), least = KV(least_scores)(vf_mul(over, over), most);
+    memset(again->tokens, 0, sizeof again->tokens);
+    for (int first = begin; first < end; first += KV_LANES)
+        for (unsigned found = KV(find_large_scores)(scores, first, least); found; found &= found - 1) {
+            const int t = first + __builtin_ctz(found);
+            const vf allowed = KV(least_errors)(vf_load(scores->weights + t * KV_ROWS), most);
+            const vf excess = vf_sub(vf_mul(vf_set1(keys->units[t]), errors), allowed);
+            unsigned matters = _mm512_cmp_ps_mask(excess, vf_set1(0.0f), _CMP_GE_OQ);
+            any |= matters;
+            for (; matters; matters &= matters - 1)
+                again->tokens[__builtin_ctz(matters)][first / KV_LANES] |= (uint16_t)(1u << (t - first));
+        }
+    vf_store(units, unit);
+    for (unsigned r; any; any &= any - 1) {
+        r = (unsigned)__builtin_ctz(any);
+        const float *row = rows + r * n;
+        if (folded->channels) {
+            for (int c = 0; c < n; c += W) vf_store(again->rows[0] + c, vf_mul(vf_load(row + c), vf_load(folded->channels + c)));
+            row = again->rows[0];
+        }
+        KV(leave_rounding)(row, n, 1, n, folded->inverse + r, again->rows[1]);
+        for (int c = 0; c < n; c += W) _mm256_storeu_si256((__m256i *)(again->left + c),
+                                                           _mm512_cvtepi32_epi16(vf_round(vf_load(again->rows[1] + c))));
+        for (int first = begin; first < end; first += KV_LANES)
+            if (again->tokens[r][first / KV_LANES])
+                KV(refine_lane)(keys, again->left, first, again->tokens[r][first / KV_LANES], (int)r, units[r], scores->weights);
+    }
+    for (int first = begin; first < end; first += KV_LANES) {
+        unsigned changed = 0;
+        for (int r = 0; r < KV_ROWS; r++) changed |= again->tokens[r][first / KV_LANES];
+        if (changed) KV(find_most_scores)(scores, first);
+    }
+}
+
+/* The keys of a tile, and of latent rows their rotary part, or NULL. */
+typedef struct {
+    const KV(word_keys) *keys, *rope;
+    kv_room *room;
+} KV(word_tile);
+
+/* The largest scores so far of a panel's rows, as least_errors needs them. */
+static inline vf KV(most_so_far)(const KV(word_tile) *tile, const kv_panel *panel)
+{
+    return tile->rope || kv_bends(&panel->options) ? vf_set1(-INFINITY) : vf_load(panel->m);
+}
+
+/* Scores of keys that are codes. Those with statistics are read block by block. */
+static void KV(score_codes)(const KV(word_tile) *tile, const KV(word_keys) *keys, const kv_panel *panels, int count, int begin, int end,
+                            KV(word_scores) *const *scores, KV(word_folded) *folded)
+{
+    const int is_rope = keys == tile->rope;
+    for (int t = begin, stop; t < end; t = stop) {
+        const int block = keys->block_of[t / KV_LANES];
+        KV(word_queries) queries[2];
+        for (stop = t + KV_LANES; stop < end && (!keys->has_means || keys->block_of[stop / KV_LANES] == block);) stop += KV_LANES;
+        for (int i = 0; i < count; i++) {
+            const kv_panel *panel = panels + i;
+            if (keys->has_means) KV(fold_words)(panel, keys, block, folded + i);
+            else {
+                folded[i].channels = NULL;
+                vf_store(folded[i].inverse, vf_load(is_rope ? panel->rope_inverse : panel->inverse));
+                folded[i].queries = (KV(word_queries)){is_rope ? panel->rope_parts : panel->parts,
+                                                       vf_load(is_rope ? panel->rope_unit : panel->unit), vf_set1(0.0f)};
+            }
+            queries[i] = folded[i].queries;
+        }
+        if (count == 2) KV(score_words)(queries, 2, keys, t, stop, scores, 1);
+        else KV(score_words)(queries, 1, keys, t, stop, scores, 1);
+        for (int i = 0; i < count; i++)
+            KV(refine_codes)(keys, is_rope ? panels[i].rope_queries : panels[i].queries, folded + i, KV(most_so_far)(tile, panels + i),
+                             t, stop, scores[i], tile->room);
+    }
+}
+
+/* Scores of keys that are float rows. */
+static void KV(score_float_rows)(const KV(word_tile) *tile, const KV(word_keys) *keys, const kv_panel *panels, int count, int begin, int end,
                            KV(word_scores) *const *scores)
 {
-    KV(word_queries) queries[2], rope[2];
-    for (int i = 0; i < 2; i++) {
-        const kv_panel *panel = panels + (i < count ? i : 0);
-        queries[i] = (KV(word_queries)){panel->queries, panel->words, vf_load(panel->unit), panel->factor};
-        rope[i] = (KV(word_queries)){panel->rope_queries, panel->rope_words, vf_load(panel->rope_unit), panel->factor};
+    const int is_rope = keys == tile->rope;
+    KV(word_queries) queries[2];
+    for (int i = 0; i < count; i++) {
+        const float *rows = is_rope ? panels[i].rope_queries : panels[i].queries;
+        queries[i] = (KV(word_queries)){is_rope ? panels[i].rope_words : panels[i].words,
+                                        vf_load(is_rope ? panels[i].rope_word_unit : panels[i].word_unit), vf_set1(0.0f)};
+        if (keys->has_means)
+            queries[i].shift = vf_mul(KV(multiply_rows_exactly)((const char *)keys->means, KV_FLOAT32, rows, keys->dim),
+                                      vf_set1(panels[i].factor));
     }
-    KV(score_keys)(queries, count, tile->keys, begin, end, scores, 0);
-    if (tile->rope) KV(score_keys)(rope, count, tile->rope, begin, end, scores, 1);
-    for (int i = 0; i < count; i++) KV(refine_scores)(tile, panels + i, queries + i, rope + i, begin, end, scores[i]);
+    if (count == 2) KV(score_words)(queries, 2, keys, begin, end, scores, 0);
+    else KV(score_words)(queries, 1, keys, begin, end, scores, 0);
+    for (int i = 0; i < count; i++)
+        KV(refine_rows)(keys, is_rope ? panels[i].rope_queries : panels[i].queries, queries[i].unit,
+                        vf_load(is_rope ? panels[i].rope_square : panels[i].square), KV(most_so_far)(tile, panels + i), panels[i].factor,
+                        begin, end, scores[i], tile->room);
 }

@@ -4,7 +4,7 @@
 /* Scores and weights of a panel's rows, and how they become words. */
 typedef struct {
     KV(word_scores) scores;
-    KV_ALIGNED int32_t words[KV_MATRIX_TILE / 2 * KV_ROWS];
+    KV_ALIGNED int32_t words[KV_TILE / 2 * KV_ROWS];
     int changed;                                         /* bit r: the maximum of row r rose */
     KV_ALIGNED float rescale[KV_ROWS];                   /* exp(maximum before - maximum now), exactly 1 where it stays */
     KV_ALIGNED float inverse[WORD_GROUPS][KV_ROWS];      /* factor that made a group's weights words */
@@ -28,7 +28,7 @@ static void KV(bend_words)(const kv_panel *panel, int64_t position, int begin, i
         float *at = scores->weights + t * KV_ROWS, *eight = scores->most + t / 8 * KV_ROWS;
         vf x = vf_load(at);
         if (options->softcap > 0) x = vf_mul(vf_set1(options->softcap), KV(tanh)(vf_div(x, vf_set1(options->softcap))));
-        if (options->slopes) x = vf_fma(slopes, vf_add(distance, vf_set1((float)t)), x);
+        if (options->slopes) x = vf_add(x, vf_mul(slopes, vf_add(distance, vf_set1((float)t))));
         if (options->bias) x = vf_add(x, _mm512_mask_i32gather_ps(vf_set1(0.0f), seen & rows, bias_rows, options->bias + t, 4));
         x = _mm512_mask_mov_ps(vf_set1(-INFINITY), seen, x);
         vf_store(at, x);
@@ -43,95 +43,107 @@ static inline void KV(find_group)(int g, int group, int begin, int end, int *fir
     *last = end < (g + 1) * group ? end : (g + 1) * group;
 }
 
-/* Rounds the weights to words. What the rounding of one leaves out goes to the eighth after it: fewer chains of additions would wait.
-   See activations.inc.h. `noise` is that of the rows where values were rounded, else NULL: they add the squares of the weights times
-   their units, and half as much again, as all of a row's error can be in one loud element. */
-static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end, double *noise)
+/* Rounds the weights to words. The rounding error of a weight goes to a later one: of codes to the sixteenth after it, as in
+   put_activations, and of float rows (`rounded`) to the eighth, as the weights of a group are few. Rows of these add to their noise the
+   squares of the weights times their units, and half as much again, as all of a row's error can be in one loud element. */
+static inline __attribute__((always_inline)) void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end,
+                                                                    double *noise, const int rounded)
 {
+    const int carry = rounded ? 8 : KV_LANES;
     for (int g = begin / group, first, last; g * group < end; g++) {
         KV(find_group)(g, group, begin, end, &first, &last);
         const vf inverse = vf_load(w->inverse[g]);
-        vf left[8], square[2] = {vf_set1(0.0f), vf_set1(0.0f)};
+        vf left[KV_LANES], square[2] = {vf_set1(0.0f), vf_set1(0.0f)};
         KV_ALIGNED float squares[KV_ROWS];
+#pragma GCC unroll 16
+        for (int i = 0; i < carry; i++) left[i] = vf_set1(0.0f);
+        for (int t = first; t < last; t += KV_LANES) {
+            int8_t *at = (int8_t *)(w->words + t * (KV_ROWS / 2));
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) left[i] = vf_set1(0.0f);
-        for (int t = first; t < last; t += 8) {
-            vi word[8];
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                const vf exact = vf_fma(vf_load(w->scores.weights + (t + i) * KV_ROWS), inverse, left[i]);
-                word[i] = vf_round(exact);
-                const vf rounded = vi_to_float(word[i]); /* 0 of a token that the row does not see */
-                left[i] = vf_sub(exact, rounded);
-                square[i % 2] = vf_fma(rounded, rounded, square[i % 2]);
+            for (int i = 0; i < KV_LANES; i += 2) {
+                vi word[2];
+#pragma GCC unroll 2
+                for (int j = 0; j < 2; j++) {
+                    vf *const over = left + (i + j) % carry;
+                    const vf exact = vf_fma(vf_load(w->scores.weights + (t + i + j) * KV_ROWS), inverse, *over);
+                    word[j] = vf_round(exact);
+                    const vf whole = vi_to_float(word[j]); /* 0 of a token that the row does not see */
+                    *over = vf_sub(exact, whole);
+                    if (rounded) square[j] = vf_fma(whole, whole, square[j]);
+                }
+                KV(put_word_pair)(word[0], word[1], at + i * 32);
             }
-            int32_t *at = w->words + t * (KV_ROWS / 2);
-#pragma GCC unroll 4
-            for (int i = 0; i < 8; i += 2)
-                _mm512_store_si512(at + i / 2 * KV_ROWS,
-                                   _mm512_mask_blend_epi16(0xAAAAAAAA, word[i], _mm512_slli_epi32(word[i + 1], 16)));
         }
+        if (!rounded) continue;
         vf_store(squares, vf_add(square[0], square[1]));
-        for (int r = 0; noise && r < KV_ROWS; r++) noise[r] += 1.5 * squares[r] * w->unit[g][r] * w->unit[g][r];
+        for (int r = 0; r < KV_ROWS; r++) noise[r] += 1.5 * squares[r] * w->unit[g][r] * w->unit[g][r];
     }
 }
 
-/* Turns scores into weights, exp(score - maximum of these tokens), and updates the panel's maxima and sums of weights. `begin` and
-   `end` leave out only tokens that no row sees. They do not change a row's numbers: the weights of masked tokens are 0, and sums are
-   taken in the order of positions. `all` marks the rows that see the whole tile. Their noise takes the size of its values,
-   and that of other rows a bound that is rarely less: how many tokens are read depends on other rows. */
+/* Adds to the noise of rows, and corrects it for the maxima now. Of float rows, those that see the whole tile, `all`, take the size of
+   its values, and others a bound that is rarely less: how many tokens are read depends on other rows. */
+static void KV(add_noise)(kv_panel *panel, const kv_operands *operands, const KV(word_weights) *w, __mmask16 all, int groups)
+{
+    const int of_codes = groups == 1;
+    for (int r = 0; r < KV_ROWS; r++) {
+        const int seen = panel->stop[r] - panel->start[r];
+        const float size = of_codes || all >> r & 1 ? operands->code_size : operands->usual_size;
+        if (w->changed >> r & 1) panel->noise[r] *= (double)w->rescale[r] * w->rescale[r];
+        for (int g = 0; g < groups; g++)
+            panel->noise[r] += KV(noise_of)(w->unit[g][r], size, of_codes && seen > 0 ? seen : 0) * (1.0 / groups);
+    }
+}
+
+/* Turns scores into weights, exp(score - maximum), and updates the panel's maxima and sums of weights, as softmax of vectors does, and
+   finds the units of the weights times the values' scales. `begin` and `end` leave out only tokens that no row sees. They do not change
+   a row's numbers: the weights of masked tokens are 0, and sums are taken in the order of positions. */
 static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmask16 all, int64_t position, int begin, int end,
                             KV(word_weights) *w)
 {
-    const vf none = vf_set1(-INFINITY), zero = vf_set1(0.0f), log2e = vf_set1(1.44269504f);
+    const vf none = vf_set1(-INFINITY), zero = vf_set1(0.0f);
     int whole = !kv_bends(&panel->options);
     for (int r = 0; r < KV_ROWS; r++) whole &= panel->start[r] <= begin && panel->stop[r] >= end;
     if (!whole) KV(bend_words)(panel, position, begin, end, &w->scores);
     vf here = none;
     for (int t = begin; t < end; t += 8) here = vf_max(here, vf_load(w->scores.most + t / 8 * KV_ROWS));
     const vf before = vf_load(panel->m), now = vf_max(before, here);
-    const __mmask16 blind = _mm512_cmp_ps_mask(here, none, _CMP_EQ_OQ), same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
-    const vf from = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, none, _CMP_NEQ_OQ), now);
+    const __mmask16 blind = _mm512_cmp_ps_mask(now, none, _CMP_EQ_OQ), same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
+    const vf base = _mm512_maskz_mov_ps(~blind, now);
     /* Exactly 1 where the maximum stays, so that a tile changes nothing for a row that sees none of it. */
-    const vf keep = _mm512_mask_mov_ps(KV(exp)(vf_sub(before, from)), same, vf_set1(1.0f));
-    const vf base = _mm512_maskz_mov_ps(~blind, here), add = KV(exp)(vf_sub(here, from));
-    KV_ALIGNED float sizes[KV_ROWS];
-    vf total = zero;
-    const int group = operands->group, groups = KV_MATRIX_TILE / group;
+    vf_store(w->rescale, _mm512_mask_mov_ps(KV(exp)(vf_sub(before, base)), same, vf_set1(1.0f)));
+    w->changed = (uint16_t)~same;
+    vf_store(panel->m, now);
+    KV_ALIGNED float sums[KV_ROWS];
+    vf lanes[KV_LANES];
+    for (int i = 0; i < KV_LANES; i++) lanes[i] = zero;
+    const int group = operands->group, groups = group < KV_TILE ? KV_MATRIX_TILE / group : 1;
     for (int g = 0, first, last; g < groups; g++) {
         vf sum = zero, top = zero;
         KV(find_group)(g, group, begin, end, &first, &last);
         for (int t = first; t < last; t += 8) {
             float *at = w->scores.weights + t * KV_ROWS;
-            vf weight[8];
+            vf weight[8], *const lane = lanes + t % KV_LANES;
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) weight[i] = vf_mul(vf_sub(vf_load(at + i * KV_ROWS), base), log2e);
-            KV(exp2_of_scores)(weight, 8);
+            for (int i = 0; i < 8; i++) weight[i] = vf_sub(vf_load(at + i * KV_ROWS), base);
+            KV(exp_of_scores)(weight, 8);
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
                 const vf scaled = vf_mul(weight[i], vf_set1(operands->value_scales[t + i]));
-                total = vf_add(total, weight[i]);
+                lane[i] = vf_add(lane[i], weight[i]);
                 sum = vf_add(sum, scaled);
                 top = vf_max(top, scaled);
                 vf_store(at + i * KV_ROWS, scaled);
             }
         }
-        /* The unit for the largest sum and for the largest word. */
-        const vf unit = vf_max(vf_mul(sum, vf_set1(1.0f / operands->most_weights)), vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)));
-        vf_store(w->inverse[g], vf_zero_below(vf_div(vf_set1(1.0f), unit), unit, 0x1p-120f));
-        vf_store(w->unit[g], vf_mul(unit, add));
+        /* The unit for the largest word and, where values were rounded, for the largest sum. */
+        const vf unit = vf_div(top, vf_set1(KV_MAX_WEIGHT)), of_sum = vf_mul(sum, vf_set1(1.0f / operands->most_weights));
+        vf_store(w->unit[g], vf_max(unit, of_sum));
+        vf_store(w->inverse[g], groups == 1 ? KV(inverse_of)(vf_set1(KV_MAX_WEIGHT), top)
+                                            : KV(inverse_of)(vf_set1(1.0f), vf_max(unit, of_sum)));
     }
-    vf_store(panel->m, now);
-    vf_store(panel->l, vf_fma(vf_load(panel->l), keep, vf_mul(total, add)));
-    vf_store(w->rescale, keep);
-    vf_store(sizes, _mm512_mask_mov_ps(vf_set1(operands->usual_size), all, vf_set1(operands->code_size)));
-    w->changed = (uint16_t)~same;
-    /* Loops without a branch, of which compilers make vectors. */
-    const double share = 1.0 / groups;
-    double noise[KV_ROWS];
-    for (int r = 0; r < KV_ROWS; r++) noise[r] = panel->noise[r] * w->rescale[r] * w->rescale[r];
-    for (int g = 0; g < groups; g++)
-        for (int r = 0; r < KV_ROWS; r++)
-            noise[r] += KV(noise_of)(w->unit[g][r], sizes[r], 0) * share;
-    memcpy(panel->noise, noise, sizeof noise);
+    vf_store(sums, KV(sum_lanes)(lanes));
+    for (int r = 0; r < KV_ROWS; r++) panel->l[r] = panel->l[r] * (double)w->rescale[r] + (double)sums[r];
+    for (int r = 0; r < KV_ROWS && blind; r++) /* all scores that it sees are beyond float32 */
+        if (blind >> r & 1 && panel->start[r] < panel->stop[r]) panel->l[r] = (double)NAN;
+    KV(add_noise)(panel, operands, w, all, groups);
 }

@@ -8,7 +8,7 @@ from kvfast.attention.families cimport NO_PACKED_PANELS, NO_PANELS, panels_of
 from kvfast.attention.tasks cimport kv_add_tasks, kv_cut_context, kv_given, kv_keys, kv_split_at
 from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_INT2, KV_INT3, KV_PACKED_CODES, KV_PANELS_OF_ROWS, kv_dtypes, kv_kernels, kv_side
-from kvfast.core.limits cimport KV_FEW_QUERIES, KV_LANES, KV_MATRIX_PANELS, KV_MATRIX_TILE, KV_MAX_PANELS, KV_ROWS, KV_TILE
+from kvfast.core.limits cimport KV_FEW_QUERIES, KV_LANES, KV_MATRIX_PANELS, KV_MAX_PANELS, KV_ROWS, KV_TILE
 
 cdef extern from "simd/platform.h" nogil:
     enum: KV_X86

@@ -174,7 +174,8 @@ typedef struct {
     /* The same as integers: in bytes, (high and low, depth/64, rows, 64), or in words, (depth/2, rows, 2) */
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];
     KV_ALIGNED int8_t rope_parts[KV_ROWS * KV_MAX_ROPE_DIM * 2];  /* the same for the rotary part of latent rows */
-    KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 4]; /* that multiply float rows; or in bfloat16, (high and low, depth/32, rows, 64) */
+    /* Words that multiply float rows; or in bfloat16, (high and low, depth/32, rows, 64) */
+    KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t rope_words[KV_ROWS * KV_MAX_ROPE_DIM * 4];
     /* (padded_dim/16, KV_ROWS, 16) sum of weight x value. In lane tiles, because a processor confuses the addresses of
        stores and loads that are a multiple of a page apart, as whole rows would be */

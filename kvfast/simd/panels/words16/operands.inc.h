@@ -10,14 +10,14 @@
    product with the query is added in float32. Other rows read them as they are, because the other tokens of their tile depend on the
    other rows.
 
-   Elements of float rows are at most 32767. The products of KV_WORD_SET elements are summed up, a set, and then as floats. The norm of each set of a
-   query or key is at most KV_WORD_NORM. With the rounding,
+   Elements of float rows are at most 32767. The products of KV_WORD_SET elements are summed up, a set, and then as floats. The norm of
+   each set of a query or key is at most KV_WORD_NORM. With the rounding,
        |sum q k| <= (46300 + sqrt(32) / 2)^2 = 2 143 951 893 < 2^31,
    and so is each part of the sum. A score's standard error is 0.29 sqrt(q_unit^2 |k|^2 + |q|^2 k_unit^2). Where it can be more than
    least_errors allows, the score is computed in float32; only the row and the tiles decide this.
 
-   Values of float rows are at most KV_MOST_VALUE, 14 bits relative to the largest element of their row. Its scale is folded into the weights, whose
-   sum over KV_WORD_GROUP tokens is at most KV_MOST_WEIGHTS; what their rounding carries on adds less than 4:
+   Values of float rows are at most KV_MOST_VALUE, 14 bits relative to the largest element of their row. Its scale is folded into the
+   weights, whose sum over KV_WORD_GROUP tokens is at most KV_MOST_WEIGHTS; what their rounding carries on adds less than 4:
        |sum w v| <= (131050 + 4) * 16383 = 2 147 057 682 < 2^31. */
 #define KV_WORD_SET 32
 #define KV_WORD_NORM 46300.0f
@@ -88,8 +88,8 @@ typedef struct {
     int family, dim, dtype;
     const char *rows[KV_MATRIX_TILE];                         /* float rows */
     int8_t *words;
-    float *means;                                             /* of float rows, which the words are less; or (blocks, KV_MAX_HEAD_DIM) */
-    const float *channels;                                    /* of codes: NULL, or the scales of a block's channels, in the same way */
+    float *means;                                             /* of float rows, which the words are less; or of blocks of codes, */
+    const float *channels;                                    /* (blocks, KV_MAX_HEAD_DIM); the scales of their channels, or NULL */
     int has_means;
     int block_of[KV_TILE / KV_LANES];                         /* of 16 tokens; the mean of float rows is that of block 0 */
     float error;                                              /* of codes: see error_of_unit */

@@ -371,8 +371,8 @@ static void KV(score_codes)(const KV(word_tile) *tile, const KV(word_keys) *keys
 }
 
 /* Scores of keys that are float rows. */
-static void KV(score_float_rows)(const KV(word_tile) *tile, const KV(word_keys) *keys, const kv_panel *panels, int count, int begin, int end,
-                           KV(word_scores) *const *scores)
+static void KV(score_float_rows)(const KV(word_tile) *tile, const KV(word_keys) *keys, const kv_panel *panels, int count, int begin,
+                                 int end, KV(word_scores) *const *scores)
 {
     const int is_rope = keys == tile->rope;
     KV(word_queries) queries[2];
@@ -388,6 +388,6 @@ static void KV(score_float_rows)(const KV(word_tile) *tile, const KV(word_keys) 
     else KV(score_words)(queries, 1, keys, begin, end, scores, 0);
     for (int i = 0; i < count; i++)
         KV(refine_rows)(keys, is_rope ? panels[i].rope_queries : panels[i].queries, queries[i].unit,
-                        vf_load(is_rope ? panels[i].rope_square : panels[i].square), KV(most_so_far)(tile, panels + i), panels[i].factor,
-                        begin, end, scores[i], tile->room);
+                        vf_load(is_rope ? panels[i].rope_square : panels[i].square), KV(most_so_far)(tile, panels + i),
+                        panels[i].factor, begin, end, scores[i], tile->room);
 }

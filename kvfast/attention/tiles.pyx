@@ -138,6 +138,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     cdef int tile = min(range_.tile, task.kernels.panels[given_of(task).panel_kind].tile)
     if layout.k.family == KV_FLOAT_ROWS or values_of(layout).family == KV_FLOAT_ROWS:
         tile = KV_MATRIX_TILE
+    task.wide.operands.tile = tile
     if not task.kernels.has_matrix:  # words are summed in groups that lie at the same positions for all rows
         t = t // KV_WORD_GROUP * KV_WORD_GROUP
     for r in range(task.rows):
@@ -198,12 +199,13 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef bint own_side = layout.latent or (v_bytes > 0 and lead % min(k_bytes, v_bytes) != 0)
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
+    cdef bint grows = not layout.latent and not kv_bends(&task.options)
     if own.prepared != k:
         kernels.prepare[k.dtype](k, scratch.rows, task.rows, given_of(task).request.options.scale, &scratch.queries)
         if own.rope != NULL:
             kernels.prepare[v.dtype](v, own.rope.rows, task.rows, given_of(task).request.options.scale, &own.rope.queries)
         own.prepared = k
-    if not layout.latent and not kv_bends(&task.options):
+    if grows:
         scratch.queries.most = state.m
     _locate(task, layout, t, tile, &keys[0], &values[0])
     while t < end:
@@ -224,9 +226,12 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
             next_layout = following.layout
             next_tile, next_count = following.tile, following.end - following.begin
             _locate(task, next_layout, following.begin, next_tile, next_keys, next_values)
+        scratch.queries.whole = 0
         for r in range(task.rows):
             first[r] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
+            if last[r] - first[r] == tile and grows:
+                scratch.queries.whole |= 1 << r
         if layout.decode != NULL:
             _decode(task, k, layout.k_codes, t, count, &keys[now], &ahead)
         elif own_side:

@@ -69,6 +69,7 @@ cdef extern from "simd/kernels.h" nogil:
 
     ctypedef struct kv_queries:
         const float *most
+        unsigned whole
         kv_room *room
 
     ctypedef struct kv_softmax:
@@ -113,6 +114,7 @@ cdef extern from "simd/kernels.h" nogil:
 
     ctypedef struct kv_operands:
         kv_room *room
+        int tile
 
     ctypedef struct kv_wide_scratch:
         kv_operands operands

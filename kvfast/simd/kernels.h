@@ -95,6 +95,7 @@ typedef struct {
     float inverse[KV_ROWS]; /* factor that made the rows these integers */
     int32_t sum[KV_ROWS];  /* of the integers, times the code bias */
     const float *most;     /* (rows,) the largest scores so far, or -infinity; see least_errors */
+    unsigned whole;        /* bit r: row r sees the whole tile, and `most` grows with its scores */
     kv_room *room;         /* prepare leaves it as it is */
 } kv_queries;
 
@@ -167,14 +168,15 @@ typedef struct {
     double l[KV_ROWS];
     double noise[KV_ROWS];                        /* as in kv_softmax */
     float factor;                                 /* the softmax scale, of words */
-    /* (rows, padded_dim) as given, x softmax scale; of words as given */
+    /* (rows, padded_dim) as given, x softmax scale; of words that multiply float rows as given */
     KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];
     KV_ALIGNED float rope_queries[KV_ROWS * KV_MAX_ROPE_DIM];
-    KV_ALIGNED float columns[KV_ROWS * KV_MAX_HEAD_DIM]; /* (padded_dim, rows) as given, where words multiply keys with statistics */
+    KV_ALIGNED float columns[KV_ROWS * KV_MAX_HEAD_DIM]; /* (padded_dim, rows) as given, where words multiply codes */
+    KV_ALIGNED float rope_columns[KV_ROWS * KV_MAX_ROPE_DIM];
     /* The same as integers: in bytes, (high and low, depth/64, rows, 64), or in words, (depth/2, rows, 2) */
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];
     KV_ALIGNED int8_t rope_parts[KV_ROWS * KV_MAX_ROPE_DIM * 2];  /* the same for the rotary part of latent rows */
-    /* Words that multiply float rows; or in bfloat16, (high and low, depth/32, rows, 64) */
+    /* Words that multiply float rows; or in bfloat16, (high and low, depth/32, rows, 64). */
     KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t rope_words[KV_ROWS * KV_MAX_ROPE_DIM * 4];
     /* (padded_dim/16, KV_ROWS, 16) sum of weight x value. In lane tiles, because a processor confuses the addresses of
@@ -195,6 +197,7 @@ typedef struct {
     int folds[KV_MATRIX_TILE / KV_LANES]; /* whether queries take the scales of a block's channels */
     float error, rope_error;            /* see error_of_unit */
     float code_size;                    /* of values; see there */
+    int tile;                           /* tokens of a whole tile of codes */
     int group;                          /* of words: the tokens whose weights share a unit */
     float usual_size, most_weights;     /* of float rows as words: code_size for rows that see a part of the tile; the largest sum of a
                                            group's weights */

@@ -20,8 +20,8 @@
    with |c| the root mean square of its codes. The error can exceed KV_LEAST_ERROR if scores are large, or if one channel is
    louder than the others and so makes the unit large. Then the rounding errors are multiplied as well, as activations of
    their own (refine), and the error is 2^-16 of that; but not for scores so far below the largest that the error cannot matter
-   (least_errors). Only the row and the token, or block, and the tiles before decide this, so that a query has the same bits with
-   others and alone.
+   (least_errors). Only the row and the token, or block, and the tiles before decide this, and the tile itself where the row sees all of
+   it. So a query has the same bits with others and alone.
 
    Weights: many small weights next to a large one would all be rounded to 0. So the rounding error of a weight is
    added to the next weight of its lane, of 16, and the sum of weights is right to half a unit for each lane. The rounding of m
@@ -71,7 +71,7 @@ static const KV_ALIGNED float KV(no_scores)[KV_ROWS] = {
     -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY,
 };
 
-/* Largest errors, as above, that are not corrected in scores of a row whose largest score before this tile is `most`, or -infinity.
+/* Largest errors, as above, that are not corrected in scores of a row whose largest score so far is `most`, or -infinity.
    A score y below it has at most the weight w = exp(-y) of the largest, and may be off by KV_LEAST_ERROR / (128 w) if that is more:
    of 128^2 such scores, the squares of all w x error are at most KV_LEAST_ERROR^2. (1 + y / 32)^32 is at most exp(y). */
 static inline vf KV(least_errors)(vf scores, vf most)
@@ -227,6 +227,7 @@ static inline __attribute__((always_inline)) void KV(prepare_integer)(
     queries->rows = rows;
     queries->factor = factor;
     queries->most = KV(no_scores);
+    queries->whole = 0;
     if (side->channels) return; /* fold does it, block by block */
     for (int row = 0; row < num_rows; row += KV_QUAD) {
         const int quad_rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;

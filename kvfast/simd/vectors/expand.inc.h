@@ -187,15 +187,15 @@ static __attribute__((noinline)) void KV(refine_packed_values)(const kv_side *si
 
 /* The same as refine_int8. A tile that has no channel scales is refined as a whole. */
 static __attribute__((noinline)) void KV(refine_packed_keys)(
-    const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most, float error, int num_rows,
-    const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, kv_room *room)
+    const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *before, unsigned whole, float error,
+    int num_rows, const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, kv_room *room)
 {
     const kv_ahead ahead = kv_nothing_ahead(tile);
     KV(expanded) *const keys = KV_IN(room->tiles[0], KV(expanded));
     (void)block, (void)slot;
     KV(expand_tile)(side, tile, &ahead, 0, keys);
-    KV(refine_int8)(&keys->side, rows, inverse, unit, most, error, num_rows, &keys->tile, keys->tile.at, lane, lane, stop, scores,
-                    room);
+    KV(refine_int8)(&keys->side, rows, inverse, unit, before, whole, error, num_rows, &keys->tile, keys->tile.at, lane, lane, stop,
+                    scores, room);
 }
 
 /* Whether codes are read without being expanded. */

@@ -85,11 +85,11 @@ static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
 /* Adds the rounding errors of a quad's activations to its scores, where they matter; in the fast precision makes these scores NaN. See
    activations.inc.h. The tokens
    are `lane` to `stop` of a tile, from a slot of the first of `block` on. `rows` are the rows before rounding, with their
-   `inverse` and `unit`, and the largest scores so far. `error` times a unit is the largest standard error of such a row. */
+   `inverse` and `unit`, and `most` the largest scores before the tile, or -infinity; `whole` marks the rows that see all of it. `error` times a unit is the largest standard error of such a row. */
 static inline __attribute__((always_inline)) void KV(refine)(
-    const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most, float error, int num_rows,
-    const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, kv_room *room, const int dtype,
-    const int channels)
+    const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *before, unsigned whole, float error,
+    int num_rows, const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, kv_room *room,
+    const int dtype, const int channels)
 {
     const ptrdiff_t n = side->padded_dim;
     const int lines = side->padded_dim / KV_DEPTHS(dtype), units = side->padded_dim / KV_UNIT;
@@ -102,11 +102,14 @@ static inline __attribute__((always_inline)) void KV(refine)(
     } rest;
     float *const left = KV_IN(room->again, rest)->left;
     int8_t *const parts = KV_IN(room->again, rest)->parts;
-    float least[KV_QUAD]; /* scores */
+    float most[KV_QUAD], least[KV_QUAD]; /* scores */
     int32_t sums[KV_QUAD];
     kv_key_order order;
     int ready = 0;
     for (int r = 0; r < num_rows; r++) {
+        vf here = vf_set1(before[r]);
+        for (int t = 0; t < stop && whole >> r & 1; t += W) here = vf_max(here, vf_load(scores + r * KV_TILE + t));
+        most[r] = vf_hmax(here);
         least[r] = KV(least_score)(error * __builtin_fabsf(unit[r]), most[r]);
     }
     while (lane < stop) { /* with channel scales all in one block, as the rows are folded with its scales */
@@ -170,8 +173,8 @@ static inline __attribute__((always_inline)) void KV(refine)(
     }
 }
 
-typedef void KV(refiner)(const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most,
-                         float error, int num_rows, const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop,
+typedef void KV(refiner)(const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *before,
+                         unsigned whole, float error, int num_rows, const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop,
                          float *scores, kv_room *room);
 
 /* Largest scale of a tile's tokens, or more: it also covers the rest of the last 16 tokens. */
@@ -243,8 +246,8 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
                 for (int r = 0; r < rows; r++) counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;
                 if (counts)
                     refine(side, channels ? folded->rows : queries->rows + row * side->padded_dim,
-                           channels ? folded->inverse : queries->inverse + row, scales, queries->most + row, error, rows, tile,
-                           first_block, first_slot, first, lane, scores + row * KV_TILE, queries->room);
+                           channels ? folded->inverse : queries->inverse + row, scales, queries->most + row, queries->whole >> row,
+                           error, rows, tile, first_block, first_slot, first, lane, scores + row * KV_TILE, queries->room);
             }
             if (slot == side->block_size) slot = 0, block++;
         }
@@ -378,12 +381,12 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
 
 #define KV_REFINER(name, dtype, channels)                                                                                      \
     static __attribute__((noinline)) void KV(refine_##name)(                                                                   \
-        const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most,                    \
-        float error, int num_rows,                                                                                             \
+        const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *before,                  \
+        unsigned whole, float error, int num_rows,                                                                             \
         const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, kv_room *room)               \
     {                                                                                                                          \
-        KV(refine)(side, rows, inverse, unit, most, error, num_rows, tile, block, slot, lane, stop, scores, room, dtype,       \
-                   channels);                                                                                                  \
+        KV(refine)(side, rows, inverse, unit, before, whole, error, num_rows, tile, block, slot, lane, stop, scores, room,     \
+                   dtype, channels);                                                                                           \
     }
 KV_REFINER(keys4, KV_INT4, 1)
 KV_REFINER(keys3, KV_INT3, 1)

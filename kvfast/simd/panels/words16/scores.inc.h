@@ -1,9 +1,10 @@
 /* Scores of query rows as words, of one panel or two, and of the keys of a tile; see operands.inc.h. Scores that the rounding can have
    moved too far are computed again: refine_rows, refine_codes. */
 
-/* Prepares 16 rows of n floats as words that multiply float rows. */
-static void KV(prepare_word_lane)(const float *rows, int n, float factor, int8_t *words, float *unit, float *square)
+/* Prepares 16 rows of n floats as words that multiply float rows, and keeps them as they are. */
+static void KV(prepare_word_lane)(const float *rows, int n, float factor, float *queries, int8_t *words, float *unit, float *square)
 {
+    memcpy(queries, rows, KV_ROWS * (size_t)n * sizeof(float));
     KV(put_word_lane)(rows, n, n, KV_WORD_NORM, words, unit, square);
     vf_store(unit, vf_mul(vf_load(unit), vf_set1(factor)));
     vf_store(square, vf_mul(vf_load(square), vf_set1(factor * factor)));
@@ -21,22 +22,18 @@ static inline vf KV(inverse_of)(vf most, vf largest)
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, vf_set1(0x1p-100f), _CMP_GT_OQ), most, largest);
 }
 
-/* Prepares 16 rows of n floats as the integers of find_units and put_activations, which multiply codes. Where keys have statistics,
-   `columns` becomes the rows as (n, 16). */
+/* Prepares 16 rows of n floats as the integers of find_units and put_activations, which multiply codes; and as columns, (n, 16). */
 static void KV(prepare_code_lane)(const float *rows, int n, float factor, int8_t *words, float *unit, float *inverse, float *columns)
 {
     KV_ALIGNED float square[KV_ROWS * KV_LANES];
     KV(find_units)(rows, n, KV_ROWS, factor, inverse, unit);
     const vf factors = vf_load(inverse);
     for (int c = 0; c < n; c += KV_LANES) {
-        float *const out = columns ? columns + c * KV_ROWS : square;
-        KV_ALIGNED float lines[KV_ROWS * KV_LANES];
-        for (int r = 0; r < KV_ROWS; r++) vf_store(lines + r * KV_LANES, vf_load(rows + r * n + c));
-        KV(transpose_lines)((const int8_t *)lines, (int8_t *)out);
-        for (int i = 0; i < KV_LANES; i += 2, words += 64)
-            KV(put_word_pair)(vf_round(vf_mul(vf_load(out + i * KV_ROWS), factors)),
-                              vf_round(vf_mul(vf_load(out + (i + 1) * KV_ROWS), factors)), words);
+        for (int r = 0; r < KV_ROWS; r++) vf_store(square + r * KV_LANES, vf_load(rows + r * n + c));
+        KV(transpose_lines)((const int8_t *)square, (int8_t *)(columns + c * KV_ROWS));
     }
+    for (int c = 0; c < n; c += 2, columns += 2 * KV_ROWS, words += 64)
+        KV(put_word_pair)(vf_round(vf_mul(vf_load(columns), factors)), vf_round(vf_mul(vf_load(columns + KV_ROWS), factors)), words);
 }
 
 /* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
@@ -44,17 +41,17 @@ static void KV(prepare_words16)(const kv_side *side, const float *rows, const kv
                                 int mixed, kv_panel *panel)
 {
     panel->factor = factor;
-    memcpy(panel->queries, rows, KV_ROWS * (size_t)side->padded_dim * sizeof(float));
-    if (rope) memcpy(panel->rope_queries, rope_rows, KV_ROWS * (size_t)rope->padded_dim * sizeof(float));
-    if (mixed || side->family == KV_FLOAT_ROWS)
-        KV(prepare_word_lane)(rows, side->padded_dim, factor, panel->words, panel->word_unit, panel->square);
-    if (rope && (mixed || rope->family == KV_FLOAT_ROWS))
-        KV(prepare_word_lane)(rope_rows, rope->padded_dim, factor, panel->rope_words, panel->rope_word_unit, panel->rope_square);
     if (side->family != KV_FLOAT_ROWS)
-        KV(prepare_code_lane)(rows, side->padded_dim, factor, panel->parts, panel->unit, panel->inverse,
-                              side->means ? panel->columns : NULL);
-    if (rope && rope->family != KV_FLOAT_ROWS)
-        KV(prepare_code_lane)(rope_rows, rope->padded_dim, factor, panel->rope_parts, panel->rope_unit, panel->rope_inverse, NULL);
+        KV(prepare_code_lane)(rows, side->padded_dim, factor, panel->parts, panel->unit, panel->inverse, panel->columns);
+    if (mixed || side->family == KV_FLOAT_ROWS)
+        KV(prepare_word_lane)(rows, side->padded_dim, factor, panel->queries, panel->words, panel->word_unit, panel->square);
+    if (!rope) return;
+    if (rope->family != KV_FLOAT_ROWS)
+        KV(prepare_code_lane)(rope_rows, rope->padded_dim, factor, panel->rope_parts, panel->rope_unit, panel->rope_inverse,
+                              panel->rope_columns);
+    if (mixed || rope->family == KV_FLOAT_ROWS)
+        KV(prepare_word_lane)(rope_rows, rope->padded_dim, factor, panel->rope_queries, panel->rope_words, panel->rope_word_unit,
+                              panel->rope_square);
 }
 
 /* Products of 8 keys with the rows of one panel or two, over `lines` pairs of elements from element d on. The sums stay in registers.
@@ -212,12 +209,12 @@ static void KV(refine_rows)(const KV(word_keys) *keys, const float *rows, vf uni
     for (; lanes; lanes &= lanes - 1) KV(find_most_scores)(scores, __builtin_ctz(lanes) * KV_LANES);
 }
 
-/* A panel's rows as they multiply the codes of a block: with its channels' scales, and the shift of all scores. */
+/* A panel's rows as they multiply codes: with the scales of a block's channels, or NULL, and the shift of all scores. */
 typedef struct {
     KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 2];
-    KV_ALIGNED float inverse[KV_ROWS];
-    const float *channels; /* or NULL */
     KV(word_queries) queries;
+    const float *columns, *channels; /* (n, 16); (n,) or NULL */
+    vf inverse;
 } KV(word_folded);
 
 /* The sum of 16 vectors, in the order of vf_hsum. */
@@ -230,11 +227,18 @@ static inline __attribute__((always_inline)) vf KV(sum_lanes)(vf lanes[KV_LANES]
     return lanes[0];
 }
 
+/* A channel of a panel's rows as it is multiplied, before it is rounded. */
+static inline __attribute__((always_inline)) vf KV(load_column)(const KV(word_folded) *folded, const float *channels, int c)
+{
+    const vf x = vf_load(folded->columns + c * KV_ROWS);
+    return vf_mul(channels ? vf_mul(x, vf_set1(channels[c])) : x, folded->inverse);
+}
+
 /* The same numbers as fold_statistics and put_activations, for 16 rows at once: a vector holds a channel of all rows. */
 static void KV(fold_words)(const kv_panel *panel, const KV(word_keys) *keys, int block, KV(word_folded) *folded)
 {
     const int n = keys->dim;
-    const float *column = panel->columns, *means = keys->means + (ptrdiff_t)block * KV_MAX_HEAD_DIM;
+    const float *means = keys->means + (ptrdiff_t)block * KV_MAX_HEAD_DIM;
     const float *channels = keys->channels ? keys->channels + (ptrdiff_t)block * KV_MAX_HEAD_DIM : NULL;
     vf sums[KV_LANES], peaks[2] = {vf_set1(0.0f), vf_set1(0.0f)};
 #pragma GCC unroll 16
@@ -242,104 +246,95 @@ static void KV(fold_words)(const kv_panel *panel, const KV(word_keys) *keys, int
     for (int c = 0; c < n; c += KV_LANES)
 #pragma GCC unroll 16
         for (int i = 0; i < KV_LANES; i++) {
-            const vf x = vf_load(column + (c + i) * KV_ROWS);
+            const vf x = vf_load(panel->columns + (c + i) * KV_ROWS);
             sums[i] = vf_fma(x, vf_set1(means[c + i]), sums[i]);
-            if (channels) peaks[i % 2] = vf_max(peaks[i % 2], vf_abs(vf_mul(x, vf_set1(channels[c + i]))));
+            if (channels) peaks[i % 2] = _mm512_range_ps(peaks[i % 2], vf_mul(x, vf_set1(channels[c + i])), 11); /* magnitudes */
         }
-    folded->queries = (KV(word_queries)){panel->parts, vf_load(panel->unit), vf_mul(KV(sum_lanes)(sums), vf_set1(panel->factor))};
-    folded->channels = channels;
-    vf_store(folded->inverse, vf_load(panel->inverse));
+    folded->queries.shift = vf_mul(KV(sum_lanes)(sums), vf_set1(panel->factor));
     if (!channels) return;
-    const vf peak = vf_max(peaks[0], peaks[1]), inverse = KV(inverse_of)(vf_set1(KV_MAX_ACTIVATION), peak);
-    vf_store(folded->inverse, inverse);
+    const vf peak = vf_max(peaks[0], peaks[1]);
+    folded->channels = channels;
+    folded->inverse = KV(inverse_of)(vf_set1(KV_MAX_ACTIVATION), peak);
     folded->queries.words = folded->words;
     folded->queries.unit = vf_mul(peak, vf_set1(panel->factor * (1.0f / KV_MAX_ACTIVATION)));
-    int8_t *out = folded->words;
-    for (int c = 0; c < n; c += 2, column += 2 * KV_ROWS, out += 64) {
-        const vf a = vf_mul(vf_load(column), vf_set1(channels[c])), b = vf_mul(vf_load(column + KV_ROWS), vf_set1(channels[c + 1]));
-        KV(put_word_pair)(vf_round(vf_mul(a, inverse)), vf_round(vf_mul(b, inverse)), out);
-    }
+    for (int c = 0; c < n; c += 2)
+        KV(put_word_pair)(vf_round(KV(load_column)(folded, channels, c)), vf_round(KV(load_column)(folded, channels, c + 1)),
+                          folded->words + c * 32);
 }
 
-/* Adds what the rounding of row r left out to its scores of 16 tokens, where the bit of a token is set. */
-static void KV(refine_lane)(const KV(word_keys) *keys, const int16_t *left, int token, unsigned tokens, int r, float unit,
-                            float *scores)
+/* What the rounding of a panel's rows left out, as leave_rounding and put_activations give it. */
+static void KV(leave_words)(const KV(word_folded) *folded, int n, int8_t *words)
 {
-    KV_ALIGNED int32_t sums[KV_LANES];
-    const int8_t *words = keys->words + token * keys->dim * 2;
-    vacc sum = (vacc)vi_set1(0);
-    for (int d = 0; d < keys->dim; d += 2, words += 64)
-        sum = (vacc)_mm512_dpwssd_epi32((__m512i)sum, _mm512_load_si512(words), vi_set1(kv_load32(left + d)));
-    _mm512_store_si512(sums, (vi)sum);
-    for (; tokens; tokens &= tokens - 1) {
-        const int t = token + __builtin_ctz(tokens);
-        float *score = scores + t * KV_ROWS + r;
-        const float rest = (float)sums[t - token] * (keys->units[t] * unit);
-        *score = __builtin_fmaf(rest, 0.5f / KV_MAX_ACTIVATION, *score);
+    const vf most = vf_set1(2.0f * KV_MAX_ACTIVATION);
+    for (int c = 0; c < n; c += 2, words += 64) {
+        const vf a = KV(load_column)(folded, folded->channels, c), b = KV(load_column)(folded, folded->channels, c + 1);
+        KV(put_word_pair)(vf_round(vf_mul(vf_sub(a, vi_to_float(vf_round(a))), most)),
+                          vf_round(vf_mul(vf_sub(b, vi_to_float(vf_round(b))), most)), words);
     }
 }
 
-/* The same as refine of vectors, for the tokens begin to end, of one block if they have statistics. `most` are the largest scores so
-   far. */
-static void KV(refine_codes)(const KV(word_keys) *keys, const float *rows, const KV(word_folded) *folded, vf most, int begin, int end,
+/* The same as refine of vectors, for the tokens begin to end, of one block if they have statistics. `most` are the largest scores
+   before the tile; `whole` marks the rows that see all of it. */
+static void KV(refine_codes)(const KV(word_keys) *keys, const KV(word_folded) *folded, vf most, __mmask16 whole, int begin, int end,
                              KV(word_scores) *scores, kv_room *room)
 {
-    typedef struct {
-        KV_ALIGNED float rows[2][KV_MAX_HEAD_DIM];
-        int16_t left[KV_MAX_HEAD_DIM];
-        uint16_t tokens[KV_ROWS][KV_TILE / KV_LANES];
-    } rest;
-    rest *const again = KV_IN(room->again, rest);
+    typedef struct { KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 2]; } rest;
+    int8_t *const left = KV_IN(room->again, rest)->words;
     const int n = keys->dim;
-    KV_ALIGNED float units[KV_ROWS];
     const vf unit = folded->queries.unit, errors = vf_mul(vf_abs(unit), vf_set1(keys->error));
-    const vf largest = vf_mul(errors, vf_set1(keys->most_unit));
-    unsigned any = 0;
-    if (!(vf_hmax(largest) * 1.001f >= KV_LEAST_ERROR)) return;
-    const vf over = vf_mul(largest, vf_set1(1.001f / 0.29f)), least = KV(least_scores)(vf_mul(over, over), most);
-    memset(again->tokens, 0, sizeof again->tokens);
-    for (int first = begin; first < end; first += KV_LANES)
-        for (unsigned found = KV(find_large_scores)(scores, first, least); found; found &= found - 1) {
-            const int t = first + __builtin_ctz(found);
-            const vf allowed = KV(least_errors)(vf_load(scores->weights + t * KV_ROWS), most);
-            const vf excess = vf_sub(vf_mul(vf_set1(keys->units[t]), errors), allowed);
-            unsigned matters = _mm512_cmp_ps_mask(excess, vf_set1(0.0f), _CMP_GE_OQ);
-            any |= matters;
-            for (; matters; matters &= matters - 1)
-                again->tokens[__builtin_ctz(matters)][first / KV_LANES] |= (uint16_t)(1u << (t - first));
-        }
-    vf_store(units, unit);
-    for (unsigned r; any; any &= any - 1) {
-        r = (unsigned)__builtin_ctz(any);
-        const float *row = rows + r * n;
-        if (folded->channels) {
-            for (int c = 0; c < n; c += W) vf_store(again->rows[0] + c, vf_mul(vf_load(row + c), vf_load(folded->channels + c)));
-            row = again->rows[0];
-        }
-        KV(leave_rounding)(row, n, 1, n, folded->inverse + r, again->rows[1]);
-        for (int c = 0; c < n; c += W) _mm256_storeu_si256((__m256i *)(again->left + c),
-                                                           _mm512_cvtepi32_epi16(vf_round(vf_load(again->rows[1] + c))));
-        for (int first = begin; first < end; first += KV_LANES)
-            if (again->tokens[r][first / KV_LANES])
-                KV(refine_lane)(keys, again->left, first, again->tokens[r][first / KV_LANES], (int)r, units[r], scores->weights);
-    }
+    const float largest = vf_hmax(errors) * 1.001f;
+    if (!(largest * keys->most_unit >= KV_LEAST_ERROR)) return;
+    int ready = 0;
+    for (int t = 0; t < end && whole; t += 8) most = _mm512_mask_max_ps(most, whole, most, vf_load(scores->most + t / 8 * KV_ROWS));
     for (int first = begin; first < end; first += KV_LANES) {
-        unsigned changed = 0;
-        for (int r = 0; r < KV_ROWS; r++) changed |= again->tokens[r][first / KV_LANES];
-        if (changed) KV(find_most_scores)(scores, first);
+        const vf units = vf_load(keys->units + first), over = vf_mul(errors, vf_set1(vf_hmax(units) * (1.001f / 0.29f)));
+        unsigned found = _mm512_cmp_ps_mask(vf_mul(units, vf_set1(largest)), vf_set1(KV_LEAST_ERROR), _CMP_GE_OQ);
+        if (found) found &= KV(find_large_scores)(scores, first, KV(least_scores)(vf_mul(over, over), most));
+        int lanes[KV_LANES + 4], count = 0; /* the tokens that matter to some row, and these rows */
+        __mmask16 rows[KV_LANES + 4];
+        for (; found; found &= found - 1) { /* without a branch, which would be a wrong guess too often */
+            const int lane = lanes[count] = __builtin_ctz(found);
+            const vf size = vf_mul(vf_set1(keys->units[first + lane]), errors), score = vf_load(scores->weights + (first + lane) * KV_ROWS);
+            rows[count] = _mm512_cmp_ps_mask(vf_sub(size, KV(least_errors)(score, most)), vf_set1(0.0f), _CMP_GE_OQ);
+            count += rows[count] != 0;
+        }
+        if (!count) continue;
+        if (!ready) KV(leave_words)(folded, n, left), ready = 1;
+        KV_FOR4(i, 4, lanes[count + i] = 0; rows[count + i] = 0;);
+        for (int at = 0; at < count; at += 4) {
+            const int8_t *keys_of[4], *words = left;
+            vacc sum[4];
+            KV_FOR4(i, 4, keys_of[i] = keys->words + first * n * 2 + lanes[at + i] * 4; sum[i] = (vacc)vi_set1(0););
+            for (int d = 0; d < n * 32; d += 64, words += 64)
+                KV_FOR4(i, 4, sum[i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[i], _mm512_load_si512(words),
+                                                                 vi_set1(kv_load32(keys_of[i] + d))););
+            KV_FOR4(i, 4,
+                float *const score = scores->weights + (first + lanes[at + i]) * KV_ROWS;
+                const vf scale = vf_mul(vf_set1(keys->units[first + lanes[at + i]]), unit);
+                const vf rest = vf_mul(vi_to_float((vi)sum[i]), scale);
+                vf_store(score, _mm512_mask3_fmadd_ps(rest, vf_set1(0.5f / KV_MAX_ACTIVATION), vf_load(score), rows[at + i])););
+        }
+        KV(find_most_scores)(scores, first);
     }
 }
 
 /* The keys of a tile, and of latent rows their rotary part, or NULL. */
 typedef struct {
     const KV(word_keys) *keys, *rope;
+    int whole; /* tokens of a whole tile of codes */
     kv_room *room;
 } KV(word_tile);
 
-/* The largest scores so far of a panel's rows, as least_errors needs them. */
+/* Whether scores of a panel's rows are sums of products alone, and not a part of them. */
+static inline int KV(has_scores)(const KV(word_tile) *tile, const kv_panel *panel)
+{
+    return !tile->rope && !kv_bends(&panel->options);
+}
+
+/* The largest scores before a tile of a panel's rows, as least_errors needs them. */
 static inline vf KV(most_so_far)(const KV(word_tile) *tile, const kv_panel *panel)
 {
-    return tile->rope || kv_bends(&panel->options) ? vf_set1(-INFINITY) : vf_load(panel->m);
+    return KV(has_scores)(tile, panel) ? vf_load(panel->m) : vf_set1(-INFINITY);
 }
 
 /* Scores of keys that are codes. Those with statistics are read block by block. */
@@ -353,20 +348,23 @@ static void KV(score_codes)(const KV(word_tile) *tile, const KV(word_keys) *keys
         for (stop = t + KV_LANES; stop < end && (!keys->has_means || keys->block_of[stop / KV_LANES] == block);) stop += KV_LANES;
         for (int i = 0; i < count; i++) {
             const kv_panel *panel = panels + i;
+            folded[i].columns = is_rope ? panel->rope_columns : panel->columns;
+            folded[i].channels = NULL;
+            folded[i].inverse = vf_load(is_rope ? panel->rope_inverse : panel->inverse);
+            folded[i].queries = (KV(word_queries)){is_rope ? panel->rope_parts : panel->parts,
+                                                   vf_load(is_rope ? panel->rope_unit : panel->unit), vf_set1(0.0f)};
             if (keys->has_means) KV(fold_words)(panel, keys, block, folded + i);
-            else {
-                folded[i].channels = NULL;
-                vf_store(folded[i].inverse, vf_load(is_rope ? panel->rope_inverse : panel->inverse));
-                folded[i].queries = (KV(word_queries)){is_rope ? panel->rope_parts : panel->parts,
-                                                       vf_load(is_rope ? panel->rope_unit : panel->unit), vf_set1(0.0f)};
-            }
             queries[i] = folded[i].queries;
         }
         if (count == 2) KV(score_words)(queries, 2, keys, t, stop, scores, 1);
         else KV(score_words)(queries, 1, keys, t, stop, scores, 1);
-        for (int i = 0; i < count; i++)
-            KV(refine_codes)(keys, is_rope ? panels[i].rope_queries : panels[i].queries, folded + i, KV(most_so_far)(tile, panels + i),
-                             t, stop, scores[i], tile->room);
+        if (!keys->channels && stop < end) continue; /* all tokens are refined alike */
+        for (int i = 0; i < count; i++) {
+            const vi seen = vi_sub(vi_load(panels[i].stop), vi_load(panels[i].start));
+            const __mmask16 whole = KV(has_scores)(tile, panels + i) ? _mm512_cmpeq_epi32_mask(seen, vi_set1(tile->whole)) : 0;
+            KV(refine_codes)(keys, folded + i, KV(most_so_far)(tile, panels + i), whole, keys->channels ? t : begin, stop, scores[i],
+                             tile->room);
+        }
     }
 }
 

@@ -120,20 +120,27 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
     for (int g = 0, first, last; g < groups; g++) {
         vf sum = zero, top = zero;
         KV(find_group)(g, group, begin, end, &first, &last);
-        for (int t = first; t < last; t += 8) {
-            float *at = w->scores.weights + t * KV_ROWS;
-            vf weight[8], *const lane = lanes + t % KV_LANES;
+        for (int half = 0; half < KV_LANES; half += 8) { /* so that the sums of lanes stay in registers */
+            vf lane[8];
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) weight[i] = vf_sub(vf_load(at + i * KV_ROWS), base);
-            KV(exp_of_scores)(weight, 8);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                const vf scaled = vf_mul(weight[i], vf_set1(operands->value_scales[t + i]));
-                lane[i] = vf_add(lane[i], weight[i]);
-                sum = vf_add(sum, scaled);
-                top = vf_max(top, scaled);
-                vf_store(at + i * KV_ROWS, scaled);
+            for (int i = 0; i < 8; i++) lane[i] = lanes[half + i];
+            for (int t = first + half; t < last; t += KV_LANES) {
+                float *at = w->scores.weights + t * KV_ROWS;
+#pragma GCC unroll 2
+                for (int j = 0; j < 8; j += 4) {
+                    vf weight[4];
+                    KV_FOR4(i, 4, weight[i] = vf_sub(vf_load(at + (i + j) * KV_ROWS), base););
+                    KV(exp_of_scores)(weight, 4);
+                    KV_FOR4(i, 4,
+                        const vf scaled = vf_mul(weight[i], vf_set1(operands->value_scales[t + i + j]));
+                        lane[i + j] = vf_add(lane[i + j], weight[i]);
+                        sum = vf_add(sum, scaled);
+                        top = vf_max(top, scaled);
+                        vf_store(at + (i + j) * KV_ROWS, scaled););
+                }
             }
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) lanes[half + i] = lane[i];
         }
         /* The unit for the largest word and, where values were rounded, for the largest sum. */
         const vf unit = vf_div(top, vf_set1(KV_MAX_WEIGHT)), of_sum = vf_mul(sum, vf_set1(1.0f / operands->most_weights));

@@ -12,8 +12,7 @@ cdef inline Py_ssize_t token_bytes(const kv_side *side) noexcept nogil:
 cdef int choose_tile(const kv_layout *layout, const kv_kernels *kernels, bint few_rows) noexcept nogil
 cdef Py_ssize_t work_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil
 cdef void cut_context(const kv_call *call, kv_item *item, Py_ssize_t end) noexcept nogil
-cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil
-cdef bint cut_alike(const kv_item *item, const kv_query *a, const kv_query *b) noexcept nogil
+cdef bint takes_whole(const kv_call *call, const kv_item *item) noexcept nogil
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil
 cdef void deal_splits(kv_call *call, int threads) noexcept nogil
 cdef bint panels_of_chosen(const kv_call *call) noexcept nogil

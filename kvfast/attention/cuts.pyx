@@ -1,11 +1,11 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """How work is cut: the tokens of a tile, those between two softmax corrections, the tokens of a split, and the query rows of a task.
 
-Splits depend on positions alone, and with many queries on their number: a sequence gives the same bits alone and in a batch, for every
-number of threads. The splits of a task depend on the threads.
+Splits depend on positions alone: a query gives the same bits alone, with others and in a batch, for every number of threads. The splits
+of a task, a run, depend on the threads and on the number of queries.
 """
 from kvfast.attention.families cimport NO_PACKED_PANELS, NO_PANELS, panels_of
-from kvfast.attention.tasks cimport kv_add_tasks, kv_cut_context, kv_given, kv_keys, kv_split_at
+from kvfast.attention.tasks cimport kv_add_tasks, kv_cut_context, kv_given, kv_keys, kv_partial_size
 from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_INT2, KV_INT3, KV_PACKED_CODES, KV_PANELS_OF_ROWS, kv_dtypes, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_LANES, KV_MATRIX_PANELS, KV_MAX_PANELS, KV_ROWS, KV_TILE
@@ -26,11 +26,11 @@ cdef enum:
     SHORT_TILE = 128
     # More tasks than this in one item of many queries do not balance better.
     ENOUGH_TASKS = 64
-    # Tokens of a split: each leaves a partial result, and ends and begins without a fetch. Those of many queries have more if there are
-    # more heads and rows, up to MAX_; python -m kvfast bench --work decode --contexts 1024,4096 sets all three.
-    MIN_SPLIT_TOKENS = 1024
-    MAX_SPLIT_TOKENS = 4096
-    SPLIT_TOKENS_PER_UNIT = 512
+    # Tokens of a split: each leaves a partial result, and ends and begins without a fetch (python -m kvfast bench --work decode
+    # --contexts 1024,4096).
+    SPLIT_TOKENS = 1024
+    # Most numbers (float32) in the partial results of an item of many queries, where a task does not take all splits.
+    MOST_PARTIALS = 1 << 24
     # More tokens in one float32 sum could be off by more than a third of the contract's bound where all of them are alike, so that each
     # addition rounds the same way (tests/attention/test_precision.py).
     MOST_SPLIT_TOKENS = 32768
@@ -54,7 +54,7 @@ cdef enum:
     # Latent rows have many query heads. LATENT_PANELS panels of query rows share a tile's operands. A split has more tokens, as it
     # leaves a partial result for every head (bench/bench_mla.py).
     LATENT_PANELS = 8
-    MIN_LATENT_SPLIT_TOKENS = 2048
+    LATENT_SPLIT_TOKENS = 2048
 
 
 cdef Py_ssize_t work_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil:
@@ -90,18 +90,14 @@ cdef int choose_tile(const kv_layout *layout, const kv_kernels *kernels, bint fe
 cdef void cut_context(const kv_call *call, kv_item *item, Py_ssize_t end) noexcept nogil:
     """Cut what an item reads, up to `end`, into splits.
 
-    A few queries have splits that lie at the same positions in contexts of every length. So a query's result has the same bits whether
-    it comes alone or with a few others, as when drafted tokens are verified.
+    They lie at the same positions for every length of the context and any number of queries. So a query's result has the same bits
+    whether it comes alone or with others, as when drafted tokens are verified, or a prompt is computed in chunks.
     """
     cdef const kv_given *given = <const kv_given *>call.given
     cdef Py_ssize_t length = end if given.chosen != NULL else max((<const kv_keys *>item.keys).context.length, end)
-    item.split_from = 0
+    item.split_tokens = LATENT_SPLIT_TOKENS if given.layout.latent else SPLIT_TOKENS
     if given.request.options.num_splits:
         item.split_tokens = _whole_tiles(length, given.request.options.num_splits)
-    elif item.num_queries <= KV_FEW_QUERIES:
-        item.split_tokens = MIN_LATENT_SPLIT_TOKENS if given.layout.latent else MIN_SPLIT_TOKENS
-    else:
-        item.split_from, item.split_tokens = item.begin, _split_tokens(call, item.num_queries, end - item.begin)
     item.least_run = <int>((item.split_tokens + MOST_SPLIT_TOKENS - 1) // MOST_SPLIT_TOKENS)
     item.split_tokens = min(item.split_tokens, <Py_ssize_t>MOST_SPLIT_TOKENS)
     kv_cut_context(item, end)
@@ -111,25 +107,17 @@ cdef inline Py_ssize_t _whole_tiles(Py_ssize_t tokens, Py_ssize_t splits) noexce
     return ((tokens + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
 
 
-cdef Py_ssize_t _split_tokens(const kv_call *call, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil:
-    """Tokens of each split of a span of `span` tokens that many queries read."""
-    cdef const kv_layout *layout = (<const kv_given *>call.given).layout
-    cdef Py_ssize_t units = layout.num_kv_heads * ((num_queries * call.group + KV_ROWS - 1) // KV_ROWS), least = MIN_SPLIT_TOKENS
-    if layout.latent:
-        units, least = (units + LATENT_PANELS - 1) // LATENT_PANELS, MIN_LATENT_SPLIT_TOKENS
-    least = min(max(units * SPLIT_TOKENS_PER_UNIT, least), <Py_ssize_t>MAX_SPLIT_TOKENS)
-    return _whole_tiles(span, max(<Py_ssize_t>1, min(ENOUGH_TASKS // units, span // least)))
-
-
-cdef Py_ssize_t begin_of(const kv_query *query, Py_ssize_t begin) noexcept nogil:
-    """Where an item of a query that reads from `begin` on begins."""
-    return max(begin, query.start // KV_TILE * KV_TILE)
-
-
-cdef bint cut_alike(const kv_item *item, const kv_query *a, const kv_query *b) noexcept nogil:
-    """Whether two queries of an item read their sink tokens, if any, in the same split: the first one that each would read alone."""
-    return (a.sink_stop == 0 and b.sink_stop == 0) or (
-        kv_split_at(item, max(item.begin, a.start)) == kv_split_at(item, max(item.begin, b.start)))
+cdef bint takes_whole(const kv_call *call, const kv_item *item) noexcept nogil:
+    """Whether each task of an item of many queries takes all of its splits, as its heads and rows are enough for the threads. A thread
+    then folds the partial results of its rows as it computes them. So their memory has a bound: others have fewer than ENOUGH_TASKS x
+    KV_ROWS rows, of latents LATENT_PANELS times as many, and at most MOST_PARTIALS numbers."""
+    cdef const kv_given *given = <const kv_given *>call.given
+    cdef Py_ssize_t units = given.layout.num_kv_heads * ((item.num_queries * call.group + KV_ROWS - 1) // KV_ROWS)
+    cdef Py_ssize_t partials = units * KV_ROWS * item.splits * kv_partial_size(call.values)
+    if given.layout.latent:
+        units //= LATENT_PANELS
+    return (item.num_queries > KV_FEW_QUERIES and given.request.options.num_splits == 0
+            and (units >= min(ENOUGH_TASKS, ROUNDS * given.request.threads) or partials > MOST_PARTIALS))
 
 
 cdef inline bint _has_many_heads(const kv_call *call) noexcept nogil:
@@ -145,10 +133,9 @@ cdef bint panels_of_chosen(const kv_call *call) noexcept nogil:
 
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
     """Set the number of query rows of each task of an item; returns what panels of them are multiplied with, as `panels_of` does."""
-    cdef const kv_layout *layout = (<const kv_given *>call.given).layout
     cdef Py_ssize_t length = (<const kv_keys *>item.keys).context.length
     cdef Py_ssize_t panels = (item.num_queries * call.group + KV_ROWS - 1) // KV_ROWS
-    cdef int kind = panels_of(call.kernels, layout)
+    cdef int kind = panels_of(call.kernels, (<const kv_given *>call.given).layout)
     cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_PANELS_OF_ROWS else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2, size
     item.block_rows, item.row_blocks = KV_ROWS, panels
     if kind == NO_PANELS or panels == 1 or ((<const kv_given *>call.given).chosen != NULL and not panels_of_chosen(call)):
@@ -160,21 +147,21 @@ cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
         return NO_PANELS
     if kind == NO_PACKED_PANELS:
         return kind
-    size = _choose_block(call, panels, item.splits)
+    size = _choose_block(call, panels, 1 if takes_whole(call, item) else item.splits)
     item.block_rows, item.row_blocks = KV_ROWS * <int>size, (panels + size - 1) // size
     return kind
 
 
-cdef Py_ssize_t _choose_block(const kv_call *call, Py_ssize_t panels, Py_ssize_t splits) noexcept nogil:
+cdef Py_ssize_t _choose_block(const kv_call *call, Py_ssize_t panels, Py_ssize_t runs) noexcept nogil:
     """The panels of a row block, at least two of all `panels`, with which these take the least time.
 
-    The panels of a block share the operands of its tiles, and the blocks of all heads and splits are spread over the threads. No
+    The panels of a block share the operands of its tiles, and the blocks of all heads and runs are spread over the threads. No
     bit of a row depends on the other rows of its block.
     """
     cdef const kv_given *given = <const kv_given *>call.given
     cdef Py_ssize_t most = KV_MAX_PANELS if not call.kernels.has_matrix else KV_MATRIX_PANELS
     cdef Py_ssize_t operands = LATENT_OPERANDS if given.layout.latent else OPERANDS
-    cdef Py_ssize_t tasks = given.layout.num_kv_heads * splits, threads = max(1, given.request.threads)
+    cdef Py_ssize_t tasks = given.layout.num_kv_heads * runs, threads = max(1, given.request.threads)
     cdef Py_ssize_t size = most, best = most, least_time = 0, blocks, rounds, time
     while size >= 2:
         blocks = (panels + size - 1) // size
@@ -204,6 +191,6 @@ cdef void deal_splits(kv_call *call, int threads) noexcept nogil:
     for i in range(call.num_items):
         item = call.items + i
         item.run = item.least_run
-        if given.request.options.num_splits == 0 and (threads == 1 or item.num_queries <= KV_FEW_QUERIES):
-            item.run = max(item.run, <int>min(item.splits, most))
+        if given.request.options.num_splits == 0:
+            item.run = max(item.run, <int>(item.splits if takes_whole(call, item) else min(item.splits, most)))
         kv_add_tasks(call, item)

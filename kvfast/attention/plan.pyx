@@ -1,30 +1,22 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The second step of attention: a request and the sequences that it reads become tasks. `sight` tells what each query sees, and `cuts`
 cuts the items that read it."""
-from libc.math cimport INFINITY
 from libc.stdint cimport uint16_t
 from libc.string cimport memset
 
 from kvfast.attention.chosen cimport most_chosen, open_chosen, split_chosen
-from kvfast.attention.cuts cimport begin_of, choose_tile, cut_alike, cut_context, cut_rows, deal_splits, work_of
+from kvfast.attention.cuts cimport choose_tile, cut_context, cut_rows, deal_splits, takes_whole, work_of
 from kvfast.attention.families cimport NO_PACKED_PANELS
 from kvfast.attention.refusals cimport VALUE, no_memory, refuse
 from kvfast.attention.request cimport kv_request
 from kvfast.attention.sight cimport AS_SINKS, AS_WINDOW, end_of, kv_member, kv_segment, narrow, open_sight, see, views_of
-from kvfast.attention.tasks cimport kv_count_slots, kv_count_tasks, kv_item, kv_keys, kv_partial_size, kv_query
-from kvfast.attention.workspace cimport (COUNTS, DECODED, GATHERED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, give_back,
+from kvfast.attention.tasks cimport kv_clear_partials, kv_count_tasks, kv_item, kv_keys, kv_count_slots, kv_partial_size, kv_query
+from kvfast.attention.workspace cimport (COUNTS, DECODED, FOLDS, GATHERED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, give_back,
                                          kv_workspace, lend, release, reserve)
 from kvfast.codec.blocks cimport kv_context, kv_layout, values_of
 from kvfast.core.kernels cimport active_for, kv_rope_scratch, kv_wide_scratch
-from kvfast.core.limits cimport KV_FEW_QUERIES, KV_ROWS
+from kvfast.core.limits cimport KV_TILE
 from kvfast.core.threads cimport gather_unwatched, work_of_attention
-
-cdef enum:
-    # Segments are read by the same tasks where there are LEAST_JOINED_TASKS, with LEAST_JOINED_PANELS panels each, or more
-    # (bench/studies/bench_splice.py).
-    LEAST_JOINED_TASKS = 8
-    LEAST_JOINED_PANELS = 4
-
 
 cdef void open_plan(kv_plan *plan, kv_workspace *workspace) noexcept nogil:
     """Begin a call, which `close_plan` ends, in the working memory of a cache."""
@@ -34,6 +26,7 @@ cdef void open_plan(kv_plan *plan, kv_workspace *workspace) noexcept nogil:
 cdef void close_plan(kv_plan *plan) noexcept nogil:
     if plan.given.wide != NULL and not plan.given.layout.latent:  # megabytes, which each token of latent rows needs
         release(plan.workspace, WIDE)
+        release(plan.workspace, FOLDS)
     give_back(plan.workspace, &plan.own)
 
 
@@ -79,7 +72,7 @@ cdef void _begin(kv_plan *plan, const kv_request *request, const kv_layout *layo
     plan.extra = request.q.tokens
     plan.given.request, plan.given.layout, plan.given.bad = request[0], layout, &plan.bad
     plan.call.given, plan.call.kernels, plan.call.values = &plan.given, active_for(request.options.precision), values_of(layout)
-    plan.call.sinks = request.options.sinks
+    plan.call.sinks, plan.call.own_folds = request.options.sinks, True
     plan.call.num_q_heads, plan.call.group = request.q.heads, <int>(request.q.heads // layout.num_kv_heads)
     plan.given.tile = choose_tile(layout, plan.call.kernels, False)
     if layout.floats != NULL:
@@ -93,7 +86,6 @@ cdef inline Py_ssize_t _views(int views, const kv_segment *segment) noexcept nog
 
 cdef bint _reserve_queries(kv_plan *plan, const kv_member *members, Py_ssize_t count) noexcept nogil:
     """Make room for the queries of the tokens, and for those of segments."""
-    # One item for each context, those for shared prefixes, and as many as `_add` can make.
     cdef const kv_request *request = &plan.given.request
     cdef Py_ssize_t queries = request.q.tokens, contexts = count, items, i, j
     cdef int views
@@ -102,9 +94,7 @@ cdef bint _reserve_queries(kv_plan *plan, const kv_member *members, Py_ssize_t c
             views = views_of(request, members + i, members[i].segments + j)
             contexts += 2  # views
             queries += members[i].num_queries * _views(views, members[i].segments + j)
-    items = 2 * contexts + min(queries, contexts * <Py_ssize_t>KV_FEW_QUERIES)
-    if request.options.indices != NULL:
-        items = queries
+    items = queries if request.options.indices != NULL else 2 * contexts  # one for each, and those for shared prefixes
     plan.call.num_queries = queries
     plan.call.items = <kv_item *>reserve(plan.workspace, ITEMS, items * (sizeof(kv_item) + sizeof(kv_keys)))
     plan.keys = <kv_keys *>(plan.call.items + items)
@@ -127,37 +117,27 @@ cdef bint _see(kv_plan *plan, kv_member *member) noexcept nogil:
 
 cdef void _add(kv_plan *plan, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
                int part) noexcept nogil:
-    """Add items for queries, which read their context from position `begin` on.
-
-    If a few queries would read their sink tokens in different splits, each gets an item of its own (`cut_context`). Each query with
-    chosen tokens has an item of its own, too; its positions are indices into the chosen tokens.
-    """
+    """Add an item for queries, which read their context from position `begin` on. Each query with chosen tokens has an item of its
+    own; its positions are indices into the chosen tokens."""
     cdef kv_item *item
-    cdef kv_query *first
-    cdef Py_ssize_t n, i, end
+    cdef kv_query *first = plan.call.queries + first_query
+    cdef Py_ssize_t i, start, end
     while num_queries and plan.given.chosen != NULL:
         item = _open_item(plan, context)
         item.first_query, item.num_queries, item.part = first_query, 1, part
         _close(plan, item, most_chosen(&plan.chosen, first_query))
         first_query += 1
         num_queries -= 1
-    while num_queries:
-        first, n = plan.call.queries + first_query, num_queries
+    if num_queries:
         item = _open_item(plan, context)
-        item.first_query, item.num_queries, item.part = first_query, n, part
-        item.begin = begin_of(first, begin)
-        if num_queries <= KV_FEW_QUERIES:
-            cut_context(&plan.call, item, item.begin + 1)
-            n = 1
-            while n < num_queries and cut_alike(item, first, first + n):
-                n += 1
-            item.num_queries = n
-        end = item.begin + 1
-        for i in range(n):
-            end = max(end, first[i].stop, first[i].tree + 1 if first[i].num_stretches else 0)
-        _close(plan, item, end)
-        first_query += n
-        num_queries -= n
+        item.first_query, item.num_queries, item.part = first_query, num_queries, part
+        start, end = first.start, 0
+        for i in range(num_queries):
+            start = min(start, first[i].start)
+            end = max(end, first[i].stop, first[i].start + 1 if first[i].sink_stop else 0,
+                      first[i].tree + 1 if first[i].num_stretches else 0)
+        item.begin = max(begin, start // KV_TILE * KV_TILE)
+        _close(plan, item, max(end, item.begin + 1))
 
 
 cdef kv_item *_open_item(kv_plan *plan, const kv_context *context) noexcept nogil:
@@ -240,25 +220,18 @@ cdef int _add_view(kv_plan *plan, const kv_member *member, const kv_segment *seg
 
 
 cdef void _join(kv_plan *plan, Py_ssize_t first_item) noexcept nogil:
-    """Let the last item continue the one before it, if that is not before `first_item` and their tasks have the same rows.
-
-    So these rows leave one partial result for many segments. A few queries stay apart, as each would be alone.
-    """
+    """Let the last item continue the one before it, if that is not before `first_item` and their tasks have the same rows. So these
+    leave one partial result for many segments."""
     cdef kv_item *item = plan.call.items + plan.call.num_items - 1
     cdef kv_item *before = item - 1
-    cdef Py_ssize_t rows = item.num_queries * plan.call.group
-    # Whether items are joined must not depend on the number of threads, as their row blocks do.
-    if (plan.call.num_items - 2 < first_item or item.num_queries <= KV_FEW_QUERIES or item.num_queries != before.num_queries
-            or plan.call.queries[item.first_query].token != plan.call.queries[before.first_query].token
-            or item.splits > 1 or before.splits > 1 or item.block_rows != before.block_rows
-            or rows * plan.given.layout.num_kv_heads <= (LEAST_JOINED_TASKS - 1) * LEAST_JOINED_PANELS * KV_ROWS):
-        return
-    item.continues, item.part = True, before.part
+    item.continues = (plan.call.num_items - 2 >= first_item and item.num_queries == before.num_queries
+                      and plan.call.queries[item.first_query].token == plan.call.queries[before.first_query].token
+                      and item.block_rows == before.block_rows and takes_whole(&plan.call, item) and takes_whole(&plan.call, before))
 
 
 cdef Py_ssize_t _deal(kv_plan *plan) noexcept nogil:
-    """Deal the splits of all items out to tasks, and number the partial results of each query, per query head; returns how many slots
-    there are for them."""
+    """Deal the splits of all items out to tasks, and number the partial results of each query, per query head; returns how many
+    slots there are for them."""
     cdef Py_ssize_t i, j
     cdef kv_item *item
     cdef kv_query *query
@@ -276,19 +249,22 @@ cdef bint _make_room(kv_plan *plan, Py_ssize_t slots) noexcept nogil:
     """Reserve memory for partial results and threads; False if out of memory."""
     cdef const kv_request *request = &plan.given.request
     cdef const kv_layout *layout = plan.given.layout
-    cdef Py_ssize_t width = kv_partial_size(plan.call.values), threads = plan.team.threads, i
-    slots *= plan.call.num_q_heads
+    cdef Py_ssize_t threads = plan.team.threads, width = kv_partial_size(plan.call.values), rows = 0, i
     if request.q.data == NULL:  # for a plan that only explains
         return True
+    for i in range(plan.call.num_items):
+        rows = max(rows, <Py_ssize_t>plan.call.items[i].block_rows)
+    plan.given.folds_size = rows * width
+    plan.given.folds = <double *>reserve(plan.workspace, FOLDS, threads * plan.given.folds_size * sizeof(double))
     if slots:
-        plan.call.partials = <double *>reserve(plan.workspace, PARTIALS, slots * width * sizeof(double))
+        slots *= plan.call.num_q_heads * width
+        plan.call.partials = <double *>reserve(plan.workspace, PARTIALS, slots * sizeof(float))
         plan.call.unfinished = <int *>reserve(plan.workspace, COUNTS, request.q.tokens * layout.num_kv_heads * sizeof(int))
         if plan.call.partials == NULL or plan.call.unfinished == NULL:
             return False
         kv_count_tasks(&plan.call, request.q.tokens)
         if plan.call.num_queries > request.q.tokens:
-            for i in range(slots):  # a query may see no key of a split of a segment that others see
-                plan.call.partials[i * width], plan.call.partials[i * width + 1] = -INFINITY, 0.0
+            kv_clear_partials(&plan.call, request.q.tokens)
     if plan.wide:
         plan.given.wide = <kv_wide_scratch *>reserve(plan.workspace, WIDE, threads * sizeof(kv_wide_scratch))
     if request.rope_q.data != NULL:
@@ -299,7 +275,7 @@ cdef bint _make_room(kv_plan *plan, Py_ssize_t slots) noexcept nogil:
     if plan.given.chosen != NULL:
         plan.chosen.room = <char *>reserve(plan.workspace, GATHERED, threads * plan.chosen.room_bytes)
     plan.given.scratch = <void **>reserve(plan.workspace, SCRATCH, threads * sizeof(void *))
-    return (plan.given.scratch != NULL and (not plan.wide or plan.given.wide != NULL)
+    return (plan.given.scratch != NULL and plan.given.folds != NULL and (not plan.wide or plan.given.wide != NULL)
             and (request.rope_q.data == NULL or plan.given.rope != NULL)
             and (layout.decode == NULL or plan.given.decoded != NULL)
             and (plan.given.chosen == NULL or plan.chosen.room != NULL))

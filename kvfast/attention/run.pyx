@@ -9,8 +9,8 @@ from kvfast.attention.refusals cimport NOT_FINITE, no_memory, refuse
 from kvfast.attention.request cimport Request, raise_refusal
 from kvfast.attention.sight cimport kv_member
 from kvfast.attention.source cimport read
-from kvfast.attention.tasks cimport (kv_attend_task, kv_call, kv_given, kv_item, kv_open_task, kv_own, kv_query, kv_read_split,
-                                     kv_source, kv_split_begin, kv_task, kv_traffic)
+from kvfast.attention.tasks cimport (kv_attend_task, kv_call, kv_each_split, kv_given, kv_item, kv_open_task, kv_own, kv_query,
+                                     kv_read_split, kv_source, kv_split_begin, kv_task, kv_traffic)
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name
@@ -162,12 +162,12 @@ cdef int _attend(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     cdef const kv_given *given = <const kv_given *>call.given
     cdef kv_own *own = <kv_own *>given.scratch[thread]
     cdef kv_task task
-    cdef Py_ssize_t split
     own.rope = given.rope + thread if given.rope != NULL else NULL
     own.decoded = given.decoded + thread * given.decoded_size if given.decoded != NULL else NULL
     own.gathered = given.chosen.room + thread * given.chosen.room_bytes if given.chosen != NULL else NULL
     task.own, task.narrow = own, &own.scratch
     task.wide = given.wide + thread if given.wide != NULL else NULL
+    task.folds = given.folds + thread * given.folds_size
     task.rest = own.rest if call.values.dtype == KV_FLOAT32 else NULL
     task.options.softcap, task.options.query_at, task.options.bias = given.request.options.softcap, own.query_at, NULL
     task.options.slopes = own.slopes if given.request.options.alibi_slopes != NULL else NULL
@@ -178,8 +178,7 @@ cdef int _attend(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
         own.rope.queries.room = &own.room
     kv_open_task(&task, call, index)
     if given.traffic != NULL:
-        for split in range(task.first_split, task.end_split):
-            kv_read_split(&task, split)
+        kv_each_split(&task, kv_read_split)
         return 0
     kv_attend_task(&task)
     if given.layout.secure:

@@ -3,8 +3,8 @@
 are the first tokens, the newest, and tokens of patched blocks."""
 from cpython.pyport cimport PY_SSIZE_T_MAX
 
-from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_stretch, kv_task,
-                                     own_of)
+from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_split_begin,
+                                     kv_stretch, kv_task, own_of)
 from kvfast.attention.tiles cimport attend_range, kv_range, load, step_of, touch, touch_first_floats, touch_sinks
 from kvfast.codec.blocks cimport block_of, kv_context, kv_layout, patched_from
 from kvfast.core.limits cimport KV_TASK_ROWS
@@ -63,22 +63,22 @@ cdef void read(kv_task *task) noexcept nogil:
     cdef kv_own *own = own_of(task)
     cdef kv_range rest, following
     cdef Py_ssize_t begin = item.end, end = 0, sinks_end = 0  # what all rows together see of the split
-    cdef Py_ssize_t tree = -1
+    cdef Py_ssize_t tree = -1, split_end = kv_split_begin(item, item.first_split + task.split + 1)
     cdef int r, step = step_of(task)
     if not task.loaded:
         open_rows(task)
     for r in range(task.rows):
         query = call.queries + own.tokens[r]
-        own.starts[r], own.stops[r], own.sink_stops[r] = query.start, query.stop, query.sink_stop
+        own.starts[r], own.stops[r], own.sink_stops[r] = query.start, query.stop, 0
         begin = min(begin, query.start)
         end = max(end, query.stop)
-        sinks_end = max(sinks_end, query.sink_stop)
+        # A row reads its sink tokens in the split where its window begins: the first one that it would read alone.
+        if query.sink_stop and query.start < split_end and (query.start >= task.begin or task.split == 0):
+            own.sink_stops[r], sinks_end = query.sink_stop, max(sinks_end, query.sink_stop)
         if query.num_stretches:
             tree = query.tree
     begin = max(begin // step * step, task.begin)
     end = min(end, task.end)
-    if task.split > 0 or item.part > 0:
-        sinks_end = 0
 
     # Prefetch the first keys: no earlier tile did.
     if sinks_end > 0:

@@ -20,7 +20,7 @@ cdef extern from "attention/walk/walk.h" nogil:
 
     ctypedef struct kv_query:
         Py_ssize_t token, position, sink_stop, start, stop, partial
-        int parts, slots
+        int parts
         const kv_stretch *stretches
         int num_stretches
         Py_ssize_t tree
@@ -28,7 +28,7 @@ cdef extern from "attention/walk/walk.h" nogil:
     ctypedef struct kv_item:
         const void *keys           # a kv_keys
         const int32_t *members
-        Py_ssize_t first_query, num_queries, begin, end, split_from, split_tokens
+        Py_ssize_t first_query, num_queries, begin, end, split_tokens
         int run, least_run
         Py_ssize_t first_split, splits, row_blocks, first_task
         int part, block_rows, continues
@@ -48,6 +48,7 @@ cdef extern from "attention/walk/walk.h" nogil:
         kv_item *items
         kv_query *queries
         double *partials
+        int own_folds
         int *unfinished
 
     ctypedef struct kv_task:
@@ -61,6 +62,7 @@ cdef extern from "attention/walk/walk.h" nogil:
         kv_scratch *narrow
         kv_wide_scratch *wide
         float *rest
+        double *folds
         void *own                  # a kv_own
 
     int kv_num_blocks(const kv_task *task)
@@ -71,9 +73,11 @@ cdef extern from "attention/walk/walk.h" nogil:
     void kv_add_tasks(kv_call *call, kv_item *item)
     void kv_open_task(kv_task *task, const kv_call *call, Py_ssize_t index)
     void kv_read_split(kv_task *task, Py_ssize_t split)
+    void kv_each_split(kv_task *task, void (*take)(kv_task *task, Py_ssize_t split) noexcept nogil)
     void kv_attend_task(kv_task *task)
     Py_ssize_t kv_partial_size(const kv_side *values)
     Py_ssize_t kv_count_slots(kv_call *call, Py_ssize_t num_tokens)
+    void kv_clear_partials(const kv_call *call, Py_ssize_t num_tokens)
     void kv_count_tasks(const kv_call *call, Py_ssize_t num_tokens)
 
 
@@ -125,6 +129,8 @@ ctypedef struct kv_given:
     int float_tile             # the same for float rows
     int panel_kind             # what panels read, KV_PANELS_OF_CODES and so on
     void **scratch             # (threads,) memory for a kv_own each
+    double *folds              # (threads, folds_size), see `kv_task`
+    Py_ssize_t folds_size
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
     uint16_t *decoded          # (threads, decoded_size) a tile of each thread, or NULL where rows are read where they lie

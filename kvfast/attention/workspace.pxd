@@ -7,6 +7,7 @@ cdef enum:
     SIGHT                      # see `sight`
     CHOSEN                     # chosen tokens in order
     PARTIALS
+    FOLDS                      # partial results of each thread's rows
     COUNTS                     # tasks of each query and KV head
     WIDE
     ROPE

@@ -347,8 +347,8 @@ typedef struct kv_kernels {
     kv_panel_kernels panels[KV_PANEL_KINDS];
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                       ptrdiff_t n);
-    /* The same of sums in double. */
-    void (*scale_add_double)(double *target, double target_scale, const double *source, double source_scale, ptrdiff_t n);
+    /* The same for sums in double. */
+    void (*scale_add_double)(double *target, double target_scale, const float *source, double source_scale, ptrdiff_t n);
 
     /* Product quantisation, see pq.inc.h. Points are (dim, n), `stride` floats from one dimension to the next, n a multiple
        of KV_LANES. Finds the nearest centroid of each point, the first of several, and half its squared distance minus half

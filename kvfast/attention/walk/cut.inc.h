@@ -1,13 +1,10 @@
 /* How items are cut into tasks: runs of splits of the context x blocks of query rows x KV heads. */
 
 /* Where a split begins. */
-static inline ptrdiff_t kv_split_begin(const kv_item *item, ptrdiff_t split) { return item->split_from + split * item->split_tokens; }
+static inline ptrdiff_t kv_split_begin(const kv_item *item, ptrdiff_t split) { return split * item->split_tokens; }
 
 /* The split that has a position. */
-static inline ptrdiff_t kv_split_at(const kv_item *item, ptrdiff_t position)
-{
-    return (position - item->split_from) / item->split_tokens;
-}
+static inline ptrdiff_t kv_split_at(const kv_item *item, ptrdiff_t position) { return position / item->split_tokens; }
 
 /* Cuts what an item reads, up to `end`, into splits; their size is set. */
 static inline void kv_cut_context(kv_item *item, ptrdiff_t end)

@@ -34,9 +34,9 @@ typedef struct {
 typedef struct {
     ptrdiff_t token;             /* its row of q and of the output */
     ptrdiff_t position, sink_stop, start, stop;
-    ptrdiff_t partial;           /* slots for partial results of the queries before it, per query head */
+    ptrdiff_t partial;           /* slots of the queries before it, per query head */
     int parts;                   /* number of its own partial results, per query head */
-    int slots;                   /* for these: 1 if one task has them all, else one each */
+    int folded;                  /* number of these, from the first on, that one task folds as it computes them */
     const kv_stretch *stretches;
     int num_stretches;
     ptrdiff_t tree;              /* where the stretches count from */
@@ -48,11 +48,11 @@ typedef struct {
     const int32_t *members;      /* (num_queries,) indices of queries, or NULL: from first_query on */
     ptrdiff_t first_query, num_queries;
     ptrdiff_t begin, end;        /* positions read: begin, a multiple of KV_TILE, to end, and the sink tokens before */
-    ptrdiff_t split_from, split_tokens; /* splits of split_tokens each, a multiple of KV_TILE, from this position on */
+    ptrdiff_t split_tokens;      /* of a split, a multiple of KV_TILE; splits are counted from position 0 on */
     int run, least_run;          /* splits of a task; at least, as they were one that had too many tokens */
     ptrdiff_t first_split, splits, row_blocks, first_task;
     int part;                    /* index of its first split among the partial results of its queries */
-    int continues;               /* the tasks of the item before it read it, too: the same rows, rotated for another segment */
+    int continues;               /* the tasks of the item before it take all of its splits, too: the same rows, for another segment */
     int block_rows;              /* query rows of a task: KV_ROWS, or more in panels or in several blocks */
 } kv_item;
 
@@ -78,8 +78,9 @@ struct kv_call {
     kv_item *items;
     ptrdiff_t num_items;
     kv_query *queries;           /* (num_queries,) the first of each token, then the others */
-    ptrdiff_t num_queries, num_tasks;
-    double *partials;            /* (tokens, num_q_heads, slots, kv_partial_size) */
+    ptrdiff_t num_queries, num_tasks, num_slots; /* the latter per query head */
+    double *partials;            /* of each token and query head, see merge.inc.h */
+    int own_folds;               /* whether tasks have room to fold in */
     int *unfinished;             /* (tokens, KV heads) tasks that have still to end */
 };
 
@@ -97,6 +98,7 @@ struct kv_task {
     kv_scratch *narrow;          /* (blocks,) */
     kv_wide_scratch *wide;       /* panels, or NULL: vectors take the rows */
     float *rest;                 /* of sums of float32 values, see kv_softmax; or NULL */
+    double *folds;               /* (rows, kv_partial_size) where it folds rows whose parts it takes all, if the call says so */
     void *own;                   /* what the source works in */
 };
 
@@ -104,16 +106,24 @@ struct kv_task {
 #include "merge.inc.h"
 #include "rows.inc.h"
 
-/* Reads a split of the task's item, and of those that continue it. */
+/* Reads a split of the task's item. */
 static inline void kv_read_split(kv_task *task, ptrdiff_t split)
 {
-    const kv_item *const first = task->item, *const end = task->call->items + task->call->num_items;
     task->split = split;
-    do {
-        kv_find_split(task);
-        task->call->source->read(task);
-        task->loaded = task->item == first && (first + 1 == end || !first[1].continues);
-    } while (++task->item < end && task->item->continues);
+    kv_find_split(task);
+    task->call->source->read(task);
+    task->loaded = 1;
+}
+
+/* Takes the splits of a task in order: those of its item, and of the items that continue it. */
+static inline void kv_each_split(kv_task *task, void (*take)(kv_task *task, ptrdiff_t split))
+{
+    const kv_item *const first = task->item, *const last = task->call->items + task->call->num_items - 1;
+    for (;;) {
+        for (ptrdiff_t split = task->first_split; split < task->end_split; split++) take(task, split);
+        if (task->item == last || !task->item[1].continues) break;
+        task->item++, task->loaded = 0, task->first_split = 0, task->end_split = task->item->splits;
+    }
     task->item = first;
 }
 
@@ -158,7 +168,7 @@ static inline void kv_attend_split(kv_task *task, ptrdiff_t split)
 /* Attends, after kv_open_task. */
 static inline void kv_attend_task(kv_task *task)
 {
-    for (ptrdiff_t split = task->first_split; split < task->end_split; split++) kv_attend_split(task, split);
+    kv_each_split(task, kv_attend_split);
     kv_end_task(task);
 }
 

@@ -105,9 +105,9 @@ static void KV(scale_add)(float *target, float target_scale, const float *source
     for (; i < n; i++) target[i] = target[i] * target_scale + source[i] * source_scale;
 }
 
-static void KV(scale_add_double)(double *target, double target_scale, const double *source, double source_scale, ptrdiff_t n)
+static void KV(scale_add_double)(double *target, double target_scale, const float *source, double source_scale, ptrdiff_t n)
 {
-    for (ptrdiff_t i = 0; i < n; i++) target[i] = target[i] * target_scale + source[i] * source_scale;
+    for (ptrdiff_t i = 0; i < n; i++) target[i] = target[i] * target_scale + (double)source[i] * source_scale;
 }
 
 /* out[i] = row[i] * factor * norm[i], or row[i] * factor if norm is NULL. */

@@ -65,7 +65,8 @@ enum {
 };
 
 enum { KVFAST_FLOAT32, KVFAST_FLOAT16, KVFAST_BFLOAT16 };
-enum { KVFAST_EXACT = 1, KVFAST_FAST = 2 }; /* precisions */
+/* Precisions; the last is exact, and gives a query the same bits for any number of queries in a call. */
+enum { KVFAST_EXACT = 1, KVFAST_FAST = 2, KVFAST_INVARIANT = 3 };
 
 /* An open cache, or a sequence of a pool. It keeps the Python object alive. */
 typedef struct kvfast_cache kvfast_cache;
@@ -107,7 +108,7 @@ typedef struct {
     ptrdiff_t num_indices;
     int index_heads;           /* 0: 1, the same for all KV heads */
     int index_block;           /* 0: 1, single positions; 16: the first ones of runs of 16 */
-    int precision;             /* 0: that of the cache, which Python sets, else of the process; or KVFAST_EXACT, KVFAST_FAST */
+    int precision;             /* 0: that of the cache, which Python sets, else of the process; or KVFAST_EXACT and so on */
 } kvfast_options;
 
 /* Some sequences of a pool. All but the first two 0: one token of each.

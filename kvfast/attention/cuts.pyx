@@ -7,7 +7,8 @@ of a task, a run, depend on the threads and on the number of queries.
 from kvfast.attention.families cimport NO_PACKED_PANELS, NO_PANELS, panels_of
 from kvfast.attention.tasks cimport kv_add_tasks, kv_cut_context, kv_given, kv_keys, kv_partial_size
 from kvfast.codec.blocks cimport kv_layout, values_of
-from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_INT2, KV_INT3, KV_PACKED_CODES, KV_PANELS_OF_ROWS, kv_dtypes, kv_kernels, kv_side
+from kvfast.core.kernels cimport (INVARIANT, KV_FLOAT_ROWS, KV_INT2, KV_INT3, KV_PACKED_CODES, KV_PANELS_OF_ROWS, kv_dtypes, kv_kernels,
+                                  kv_side, resolved)
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_LANES, KV_MATRIX_PANELS, KV_MAX_PANELS, KV_ROWS, KV_TILE
 
 cdef extern from "simd/platform.h" nogil:
@@ -125,17 +126,23 @@ cdef inline bint _has_many_heads(const kv_call *call) noexcept nogil:
     return (<const kv_given *>call.given).layout.latent and call.group > KV_ROWS
 
 
+cdef inline int _kind_of_panels(const kv_call *call) noexcept nogil:
+    """What panels read, as `panels_of` says; none where each row must be computed as if it were alone."""
+    cdef const kv_given *given = <const kv_given *>call.given
+    return NO_PANELS if resolved(given.request.options.precision) == INVARIANT else panels_of(call.kernels, given.layout)
+
+
 cdef bint panels_of_chosen(const kv_call *call) noexcept nogil:
     """Whether panels read chosen tokens, which each query has of its own. They take no decoded keys, as these are float32."""
     cdef const kv_layout *layout = (<const kv_given *>call.given).layout
-    return _has_many_heads(call) and layout.k.means == 0 and panels_of(call.kernels, layout) >= 0
+    return _has_many_heads(call) and layout.k.means == 0 and _kind_of_panels(call) >= 0
 
 
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
     """Set the number of query rows of each task of an item; returns what panels of them are multiplied with, as `panels_of` does."""
     cdef Py_ssize_t length = (<const kv_keys *>item.keys).context.length
     cdef Py_ssize_t panels = (item.num_queries * call.group + KV_ROWS - 1) // KV_ROWS
-    cdef int kind = panels_of(call.kernels, (<const kv_given *>call.given).layout)
+    cdef int kind = _kind_of_panels(call)
     cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_PANELS_OF_ROWS else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2, size
     item.block_rows, item.row_blocks = KV_ROWS, panels
     if kind == NO_PANELS or panels == 1 or ((<const kv_given *>call.given).chosen != NULL and not panels_of_chosen(call)):

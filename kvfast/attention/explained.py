@@ -52,7 +52,7 @@ class AttendPlan:
     isa : str
         Tier of the kernels.
     precision : str
-        ``"exact"`` or ``"fast"``.
+        ``"exact"``, ``"fast"`` or ``"invariant"``.
     storage : str
         Format of the layer.
     kernels : tuple of str

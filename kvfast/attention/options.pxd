@@ -7,6 +7,7 @@ cdef extern from "kvfast.h" nogil:
     enum:
         KVFAST_EXACT
         KVFAST_FAST
+        KVFAST_INVARIANT
 
     ctypedef struct kvfast_options:
         float scale

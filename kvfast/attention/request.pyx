@@ -12,7 +12,7 @@ from libc.math cimport isfinite, pow, sqrt
 from libc.stdint cimport int64_t, intptr_t
 from libc.string cimport memset
 
-from kvfast.attention.options cimport KVFAST_FAST, kvfast_options
+from kvfast.attention.options cimport KVFAST_INVARIANT, kvfast_options
 from kvfast.attention.refusals cimport BAD_QUERIES, DIMENSION, MEMORY, NOT_FINITE, VALUE, kv_refusal, refuse
 from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.codec.encode cimport split_latent
@@ -133,8 +133,8 @@ cdef bint _fit_numbers(const kvfast_options *o, kv_refusal *refusal) noexcept no
         return refuse(refusal, VALUE, b"num_threads must be between 1 and 1024, got {0}", o.num_threads)
     if o.attention_chunk_size < 0:
         return refuse(refusal, VALUE, b"attention_chunk_size must be at least 1, got {0}", o.attention_chunk_size)
-    if not 0 <= o.precision <= KVFAST_FAST:
-        return refuse(refusal, VALUE, b"precision must be 0, KVFAST_EXACT or KVFAST_FAST, got {0}", o.precision)
+    if not 0 <= o.precision <= KVFAST_INVARIANT:
+        return refuse(refusal, VALUE, b"precision must be 0, KVFAST_EXACT, KVFAST_FAST or KVFAST_INVARIANT, got {0}", o.precision)
     if o.not_causal and o.attention_chunk_size:
         return refuse(refusal, VALUE, b"attention_chunk_size needs causal=True, got causal=False")
     if o.not_causal and o.num_spans:

@@ -81,7 +81,7 @@ class SequenceCache(StorageProperties):
 
     @property
     def precision(self) -> str:
-        """The precision of calls that name none, ``"exact"`` or ``"fast"``; see [precision](../concepts/precision.md).
+        """The precision of calls that name none, ``"exact"``, ``"fast"`` or ``"invariant"``; see [precision](../concepts/precision.md).
 
         Set it for all later calls; None returns to that of the process. It says how stored bytes are read, so files, snapshots and
         prompt stores know nothing of it. Forks and copies inherit it.
@@ -219,8 +219,8 @@ class SequenceCache(StorageProperties):
             1, or 16: each position in `indices` is then a multiple of 16, and stands for 16 tokens, of which a query reads those that
             it sees. Whole runs are read at the speed of memory. A single token touches as many bytes of keys as its run does.
         precision : str, optional
-            ``"exact"``, or ``"fast"``: queries and softmax weights are then rounded to 8 bits where this saves time, see
-            [precision](../concepts/precision.md). By default that of the cache.
+            ``"exact"``; ``"fast"``: queries and softmax weights are rounded to 8 bits where this saves time; or ``"invariant"``: exact,
+            with the same bits for any number of queries in a call. See [precision](../concepts/precision.md). By default that of the cache.
 
         Returns
         -------

@@ -219,10 +219,11 @@ cdef enum kv_precision:
     UNSET
     EXACT
     FAST                       # activations of one byte; see simd/vectors/activations.inc.h
+    INVARIANT                  # exact, without panels: each row as if it were alone
 
 
 cdef const kv_kernels *active() noexcept nogil
 cdef const kv_kernels *active_for(int precision) noexcept nogil
-cdef int resolved(int precision) noexcept nogil            # EXACT or FAST
+cdef int resolved(int precision) noexcept nogil            # not UNSET
 cdef int parse_precision(object name) except -1
 cdef const kv_kernels *compiled(int tier, int precision) noexcept nogil  # the tiers of this build, best first; NULL after the last

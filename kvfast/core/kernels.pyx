@@ -45,18 +45,21 @@ cdef const kv_kernels *active_for(int precision) noexcept nogil:
     return kv_fast(_active) if resolved(precision) == FAST else _active
 
 
+_NAMES = None, "exact", "fast", "invariant"  # of each kv_precision
+
+
 cdef int parse_precision(object name) except -1:
     """A kv_precision; None: UNSET."""
     if name is None:
         return UNSET
-    if isinstance(name, str) and name in ("exact", "fast"):
-        return EXACT if name == "exact" else FAST
-    raise ValueError(f"precision must be 'exact', 'fast' or None, got {shown(name)}")
+    if isinstance(name, str) and name in _NAMES:
+        return _NAMES.index(name)
+    raise ValueError(f"precision must be 'exact', 'fast', 'invariant' or None, got {shown(name)}")
 
 
 def name_of_precision(int precision):
     """The name of a kv_precision; None for UNSET."""
-    return (None, "exact", "fast")[precision]
+    return _NAMES[precision]
 
 
 def default_precision():

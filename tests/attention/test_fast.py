@@ -232,7 +232,7 @@ def test_sequences_take_it_from_their_pool(rng):
     assert np.array_equal(before.attend(0, q), sequence.attend(0, q))
 
 
-@pytest.mark.parametrize("setting", ["fast", "exact", ""])
+@pytest.mark.parametrize("setting", ["fast", "exact", "invariant", ""])
 def test_the_environment(setting):
     code = "import kvfast; print(kvfast.KVCache(1, 1, 16).precision); kvfast.show_config()"
     run = subprocess.run(
@@ -245,11 +245,11 @@ def test_other_names_are_refused(rng):
     cache = cache_of("int8", *rng.standard_normal((2, 20, 1, 16)).astype(np.float32))
     q = np.ones((1, 1, 16), np.float32)
     for bad in ("half", "", 1, b"fast"):
-        with pytest.raises(ValueError, match="precision must be 'exact', 'fast' or None, got"):
+        with pytest.raises(ValueError, match="precision must be 'exact', 'fast', 'invariant' or None, got"):
             cache.attend(0, q, precision=bad)
-        with pytest.raises(ValueError, match="precision must be 'exact', 'fast' or None, got"):
+        with pytest.raises(ValueError, match="precision must be 'exact', 'fast', 'invariant' or None, got"):
             cache.precision = bad
-        with pytest.raises(ValueError, match="precision must be 'exact', 'fast' or None, got"):
+        with pytest.raises(ValueError, match="precision must be 'exact', 'fast', 'invariant' or None, got"):
             kvfast.attention(q, np.ones((1, 1, 16), np.float32), np.ones((1, 1, 16), np.float32), precision=bad)
     run = subprocess.run(
         [sys.executable, "-c", "import kvfast"],
@@ -258,7 +258,7 @@ def test_other_names_are_refused(rng):
         text=True,
         check=False,
     )
-    assert "KVFAST_PRECISION in the environment: precision must be 'exact', 'fast' or None, got 'half'" in run.stderr
+    assert "KVFAST_PRECISION in the environment: precision must be 'exact', 'fast', 'invariant' or None, got 'half'" in run.stderr
 
 
 @pytest.mark.parametrize("num_queries", [1, 16, 64])

@@ -275,7 +275,7 @@ def test_precision(runtimes, rng):
     layer, q = runtimes[1].Layer(cache, 0), rng.standard_normal((3, 6, 64), dtype=np.float32)
     for of_cache in (None, "fast"):
         cache.precision = of_cache
-        for precision, name in ((0, None), (1, "exact"), (2, "fast")):
+        for precision, name in ((0, None), (1, "exact"), (2, "fast"), (3, "invariant")):
             for options in ({}, {"clamp": True, "spans": np.array([[0, 298]])}):
                 out, spans = np.empty((3, 6, 64), np.float32), options.get("spans")
                 layer.attend(q, out, precision=precision, **options)

@@ -86,7 +86,7 @@ OPTIONS = [
     ({"sliding_window": -1}, "sliding_window must be at least 1, got -1"),
     ({"attention_chunk_size": -1}, "attention_chunk_size must be at least 1, got -1"),
     ({"num_threads": -3}, "num_threads must be "),
-    ({"precision": 3}, "precision must be 0, KVFAST_EXACT or KVFAST_FAST, got 3"),
+    ({"precision": 4}, "precision must be 0, KVFAST_EXACT, KVFAST_FAST or KVFAST_INVARIANT, got 4"),
     ({"sinks": ODD}, "sinks must be aligned to its elements of 4 bytes"),
     ({"lse": ODD}, "lse must be aligned to its elements of 4 bytes"),
     ({"index_block": 7}, "index_heads and index_block are for chosen tokens, which are NULL"),

@@ -285,7 +285,7 @@ RECIPES = {
     "tree_parents": small([-1], [-1, 0], [-1, -1, 0, 1], []),
     "indices": lambda c: np.array([[c.rng.randrange(3), -1]] * c.rng.choice([1, c.tokens, 2])),
     "index_block": small(1, 16),
-    "precision": small("exact", "fast", None),
+    "precision": small("exact", "fast", "invariant", None),
     "top_k.q": lambda c: c.floats(1, 4, c.target.latent_dim),
     "top_k.weights": lambda c: c.floats(1, 4),
     "top_k.k": small(1, 3, 100),

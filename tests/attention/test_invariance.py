@@ -1,0 +1,143 @@
+"""The number of queries in a call changes no bit of a query's result: whole prompts, chunks of any size and single tokens."""
+
+import itertools
+
+import numpy as np
+import pytest
+from cache_kinds import FORMATS, fill, filled
+from kvfast.attention.families import families
+
+import kvfast
+
+COUNTS = 1, 2, 15, 16, 17, 33, 64, 100, 512
+TOKENS, HEADS, DIM = 2300, 2, 24
+STORAGE = {name: name for name in ("float32", "float16", "bfloat16", "float16/bfloat16")} | FORMATS
+# The tiers, and on each the precision whose kernels are those of a single token for every number of queries.
+WAYS = [
+    (isa, "exact" if set(families()[isa].values()) == {"vectors"} else "invariant")
+    for isa in kvfast.available_isas()
+    if isa != "scalar"
+]
+BEST = WAYS[:1]
+OPTIONS = [
+    {},
+    {"sliding_window": 700},
+    {"sliding_window": 1500, "num_sink_tokens": 5},
+    {"attention_chunk_size": 900, "num_sink_tokens": 3, "softcap": 8.0},
+    {"alibi_slopes": np.linspace(0.001, 0.1, 3 * HEADS)},
+    {"num_splits": 3},
+    {"causal": False, "sliding_window": 1100, "num_sink_tokens": 2},
+]
+
+
+@pytest.fixture
+def attend(way):
+    """Attention in the precision of the way, on its tier."""
+    isa, precision = way
+    with kvfast.use_isa(isa):
+        yield lambda cache, q, **options: cache.attend(0, q, return_lse=True, precision=precision, **options)
+
+
+def queries(count, dim=DIM, heads=3 * HEADS):
+    return np.random.default_rng(7).standard_normal((count, heads, dim)).astype(np.float32)
+
+
+def cache_of(dtype, length=TOKENS):
+    return fill(kvfast.KVCache(1, HEADS, DIM, dtype=STORAGE[dtype]), np.random.default_rng(5), length)
+
+
+def same(some, whole, rows):
+    return all(np.array_equal(one, other[rows]) for one, other in zip(some, whole, strict=True))
+
+
+def check_counts(attend, cache, q, counts=COUNTS, **options):
+    """The last queries of a call have the bits that they have in a smaller call."""
+    whole = attend(cache, q, **options)
+    for n in counts:
+        assert same(attend(cache, q[-n:], **options), whole, slice(len(q) - n, None)), (n, options)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_any_number_of_queries(attend, dtype):
+    cache, q = cache_of(dtype), queries(max(COUNTS) + 1)
+    check_counts(attend, cache, q)
+    check_counts(attend, cache, q, (17, 1), num_threads=7)
+
+
+@pytest.mark.parametrize("way", BEST, ids=lambda way: way[0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "int3"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "none")
+def test_what_a_query_sees(attend, dtype, options):
+    check_counts(attend, cache_of(dtype), queries(max(COUNTS) + 1), (1, 16, 33, 100), **options)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
+@pytest.mark.parametrize("dtype", ["float32", "float16", *(name for name in FORMATS if not kvfast.KVFormat.of(FORMATS[name]).seals)])
+def test_a_prompt_cut_at_random_places(attend, dtype):
+    """Each piece is computed when the tokens after it are not yet there. Formats without tokens in both forms."""
+    cache, q = cache_of(dtype), queries(700)
+    first, rng = TOKENS - len(q), np.random.default_rng()
+    for options in ({}, {"sliding_window": 900, "num_sink_tokens": 4}):
+        whole = attend(cache, q, **options)
+        cuts = [0, *sorted(rng.choice(np.arange(1, len(q)), 4, replace=False)), len(q)]
+        copy = cache.copy()
+        for end, begin in itertools.pairwise(cuts[::-1]):
+            copy.truncate(first + end)
+            assert same(attend(copy, q[begin:end], **options), whole, slice(begin, end)), (cuts, options)
+
+
+@pytest.mark.parametrize("way", BEST, ids=lambda way: way[0])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+def test_spans_trees_and_chosen_tokens(attend, dtype):
+    cache, q, rng = cache_of(dtype), queries(max(COUNTS) + 1), np.random.default_rng(3)
+    for options in ({}, {"sliding_window": 1200, "num_sink_tokens": 3}):
+        check_counts(attend, cache, q, (1, 17, 64), spans=[(1000, 1100), (2020, 2150), (2290, 2298)], **options)
+    parents = [int(rng.integers(-1, i)) for i in range(12)]
+    for options in ({}, {"sliding_window": 1300}, {"sliding_window": 1300, "num_sink_tokens": 2}):
+        check_counts(attend, cache, q, (12, 16, 17, 100), tree_parents=parents, **options)
+    indices = np.stack([rng.permutation(TOKENS - len(q))[:1400] for _ in range(len(q))])
+    whole = attend(cache, q, indices=indices)
+    for n in (1, 16, 17, 100):
+        assert same(attend(cache, q[-n:], indices=indices[-n:]), whole, slice(len(q) - n, None))
+
+
+@pytest.mark.parametrize("way", BEST, ids=lambda way: way[0])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+def test_splices(attend, dtype):
+    """Segments shorter and longer than a split; the tasks of many queries take all of them."""
+    cache = cache_of(dtype, 1300)
+    for seed, length in enumerate((40, 1100, 300)):
+        other = fill(kvfast.KVCache(1, HEADS, DIM, dtype=STORAGE[dtype]), np.random.default_rng(seed), length)
+        cache.splice(other.snapshot(), rope=kvfast.Rope())
+    fill(cache, np.random.default_rng(9), 350)
+    for options in ({}, {"sliding_window": 600}, {"sliding_window": 1500, "num_sink_tokens": 4}):
+        for threads in (1, 2, 16):
+            check_counts(attend, cache, queries(301), (1, 16, 17, 100), num_threads=threads, **options)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_batches(way, dtype):
+    isa, precision = way
+    pool = kvfast.PagedKVCache(1, HEADS, DIM, 300, 64, STORAGE[dtype])
+    counts = 1, 40, 3, 150, 17
+    q, starts = queries(sum(counts)), np.r_[0, np.cumsum(counts)]
+    shared = fill(pool.new_sequence(), np.random.default_rng(1), 2200)
+    sequences = [fill(shared.fork(), np.random.default_rng(2 + i), 150 + 90 * i) for i in range(3)]
+    sequences += [fill(pool.new_sequence(), np.random.default_rng(7 + n), n) for n in (1500, 90)]
+    with kvfast.use_isa(isa):
+        together = pool.attend_batch(0, q, sequences, cu_seqlens_q=starts, precision=precision, cascade=False)
+        for i, sequence in enumerate(sequences):
+            rows = slice(starts[i], starts[i + 1])
+            assert np.array_equal(sequence.attend(0, q[rows], precision=precision), together[rows])
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("heads", "rope_dim"), [(3, 16), (40, 0)])
+def test_latent_rows(attend, dtype, heads, rope_dim):
+    """Few heads, and many, of which a single token has rows for panels."""
+    cache = kvfast.MLAKVCache(1, 48, rope_dim, dtype=dtype)
+    filled(cache, np.random.default_rng(4).standard_normal((TOKENS, 48 + rope_dim)).astype(np.float32))
+    check_counts(attend, cache, queries(65, 48 + rope_dim, heads), (1, 2, 16, 17, 33))

@@ -15,7 +15,7 @@ _HINT = "python -m kvfast llama-cpp build"
 def load(
     library: str | PathLike[str] | None = None,
     libraries: str | PathLike[str] | None = None,
-    precision: Literal["exact", "fast"] | None = None,
+    precision: Literal["exact", "fast", "invariant"] | None = None,
 ) -> Path:
     """Let llama-cpp-python compute attention with kvfast, in the models that are opened from now on.
 
@@ -28,8 +28,9 @@ def load(
     libraries : path, optional
         The folder of the ``libggml`` that loads it; by default that of the llama-cpp-python that is installed.
     precision : str, optional
-        ``"exact"`` or ``"fast"``, of prompts on quantised keys and values; see [precision](../concepts/precision.md). It holds for all
-        models of the process, from now on. By default that of KVFAST_PRECISION in the environment, else ``"exact"``.
+        ``"exact"``; ``"fast"``, of prompts on quantised keys and values; or ``"invariant"``, exact with the same bits however a prompt is
+        cut. See [precision](../concepts/precision.md). It holds for all models of the process, from now on. By default that of
+        KVFAST_PRECISION in the environment, else ``"exact"``.
 
     Returns
     -------
@@ -46,8 +47,8 @@ def load(
     ValueError
         If there is no such precision.
     """
-    if precision not in (None, "exact", "fast"):
-        raise ValueError(f"precision must be 'exact', 'fast' or None, got {shown(precision)}")
+    if precision not in (None, "exact", "fast", "invariant"):
+        raise ValueError(f"precision must be 'exact', 'fast', 'invariant' or None, got {shown(precision)}")
     found = installed() if libraries is None else Ggml(libraries)
     path = _backend_for(found) if library is None else Path(library).resolve()
     if not path.exists():

@@ -6,6 +6,7 @@
 #include <string.h>
 
 enum {
+    FEW_ROWS = 4 * KV_ROWS,     /* more may read all of a context as one task */
     MATRIX_ROWS = 2 * KV_ROWS,  /* fewest query rows for which a matrix unit pays, or words */
     SPLIT_BYTES = 128 << 10,    /* of keys and values of a split: all heads of it fit into a processor's own cache */
     MAX_SPLITS = 64,
@@ -72,48 +73,81 @@ static int most_tokens(const side *s)
     return tokens;
 }
 
-/* Cuts the call into tasks, by its shapes alone. */
+/* Tokens of a split that few rows take, of a context of some length. */
+static int64_t split_tokens(const call *c, int64_t tokens)
+{
+    const int64_t token_bytes = (c->k.row_bytes + c->v.row_bytes) * c->k.tensor->ne[2];
+    return larger(parts(larger(SPLIT_BYTES / token_bytes, parts(tokens, MAX_SPLITS)), KV_TILE), 1) * KV_TILE;
+}
+
+/* Cuts the call into tasks, by its shapes alone. Where there are few tasks of many rows, they share a context; in an invariant call, its
+   splits, whose sizes do not change, and rows as well. */
 static void plan(call *c)
 {
-    const int64_t heads = c->k.tensor->ne[2], streams = c->q->ne[3];
+    const int64_t tasks = c->k.tensor->ne[2] * c->q->ne[3];
     kv_item *item = &c->item;
-    const int64_t blocks = parts(c->rows, MAX_BLOCKS * KV_ROWS);
+    int64_t blocks = parts(c->rows, MAX_BLOCKS * KV_ROWS);
+    if (c->invariant) blocks = larger(blocks, smaller(c->rows / FEW_ROWS, parts(ENOUGH_TASKS, tasks)));
     item->num_queries = c->q->ne[1];
     item->block_rows = (int)(parts(parts(c->rows, blocks), KV_ROWS) * KV_ROWS);
     item->row_blocks = parts(c->rows, item->block_rows);
     c->tile = c->matrix || c->products ? KV_TILE : (int)smaller(most_tokens(&c->k), most_tokens(&c->v));
-    const int64_t token_bytes = (c->k.row_bytes + c->v.row_bytes) * heads;
-    int64_t tokens = larger(SPLIT_BYTES / token_bytes, parts(c->tokens, MAX_SPLITS));
-    if (c->rows > 4 * KV_ROWS) tokens = larger(tokens, parts(c->tokens, parts(ENOUGH_TASKS, streams * item->row_blocks * heads)));
-    item->split_tokens = larger(parts(tokens, KV_TILE), 1) * KV_TILE;
-    item->run = 1;
+    item->split_tokens = split_tokens(c, c->tokens);
+    const int64_t runs = parts(ENOUGH_TASKS, tasks * item->row_blocks);
+    if (c->rows > FEW_ROWS && !c->invariant)
+        item->split_tokens = larger(item->split_tokens, parts(parts(c->tokens, runs), KV_TILE) * KV_TILE);
     kv_cut_context(item, c->tokens);
+    item->run = c->rows > FEW_ROWS && c->invariant ? (int)parts(item->splits, runs) : 1;
+    c->grows = c->invariant && item->split_tokens > split_tokens(c, 1);
 }
 
-/* Adds the streams. */
-static void add_items(kv_call *walk, kv_item item, int64_t streams)
+/* The item of queries of a stream, from `begin` on, that have splits of one size: in an invariant call, that of the context that they
+   see. */
+static kv_item item_from(const call *c, int64_t stream, int64_t begin)
 {
-    for (int64_t i = 0; i < streams; i++, item.first_query += item.num_queries) {
-        walk->items[i] = item;
-        walk->num_items++;
-        kv_add_tasks(walk, walk->items + i);
+    kv_item item = c->item;
+    int64_t end = c->q->ne[1], seen = 0;
+    if (c->grows) {
+        item.split_tokens = split_tokens(c, kv_end_of(c, stream, begin));
+        for (end = begin; end < c->q->ne[1]; end++) {
+            const int64_t tokens = kv_end_of(c, stream, end);
+            if (split_tokens(c, tokens) != item.split_tokens) break;
+            seen = larger(seen, tokens);
+        }
+        kv_cut_context(&item, seen);
+        if (c->item.run == c->item.splits) item.run = (int)item.splits;
     }
-    for (int64_t i = 0; i < streams * item.num_queries; i++)
-        walk->queries[i] = (kv_query){.token = i, .parts = (int)item.splits};
-    kv_count_slots(walk, streams * item.num_queries);
-    if (item.splits > 1) kv_count_tasks(walk, streams * item.num_queries);
+    item.first_query = stream * c->q->ne[1] + begin;
+    item.num_queries = end - begin;
+    item.row_blocks = parts(item.num_queries * c->walk.group, item.block_rows);
+    return item;
+}
+
+static void add_items(call *c)
+{
+    kv_call *walk = &c->walk;
+    for (int64_t query = 0; query < walk->num_queries;) {
+        kv_item *item = walk->items + walk->num_items++;
+        *item = item_from(c, query / c->q->ne[1], query % c->q->ne[1]);
+        kv_add_tasks(walk, item);
+        for (const int64_t end = query + item->num_queries; query < end; query++)
+            walk->queries[query] = (kv_query){.token = query, .parts = (int)item->splits};
+    }
+    kv_count_slots(walk, walk->num_queries);
+    if (c->item.splits > 1) kv_count_tasks(walk, walk->num_queries);
 }
 
 static bool reserve(call *c, int num_threads, kv_workspace *workspace)
 {
     const size_t used = c->matrix ? sizeof(kv_wide_scratch) : parts(c->item.block_rows, KV_ROWS) * sizeof(kv_scratch);
-    const size_t streams = c->q->ne[3], queries = streams * c->item.num_queries, splits = c->item.splits > 1 ? c->item.splits : 0;
+    const size_t queries = c->q->ne[3] * c->item.num_queries, items = c->grows ? queries : (size_t)c->q->ne[3];
+    const size_t splits = c->item.splits == 1 ? 0 : c->item.run == c->item.splits ? 1 : c->grows ? MAX_SPLITS : c->item.splits;
     const size_t partials = queries * c->walk.num_q_heads * splits * kv_partial_size(&c->v.rows) * sizeof(double);
     const size_t packed = c->mask && c->q->ne[1] == 1 ? (size_t)((c->k.row_bytes + c->v.row_bytes) * c->tile) : 0;
     c->packed_at = parts(offsetof(scratch, narrow) + used, 64) * 64;
     c->scratch_bytes = parts(c->packed_at + packed, 4096) * 4096 + 64; /* no two threads at the same place of a page */
     const size_t counts = splits ? queries * c->k.tensor->ne[2] * sizeof(int) : 0;
-    const size_t size = c->scratch_bytes * num_threads + partials + counts + streams * sizeof(kv_item) + queries * sizeof(kv_query);
+    const size_t size = c->scratch_bytes * num_threads + partials + counts + items * sizeof(kv_item) + queries * sizeof(kv_query);
     if (size > workspace->size) {
         kv_release(workspace);
         workspace->memory = aligned_alloc(64, parts(size, 64) * 64);
@@ -123,10 +157,10 @@ static bool reserve(call *c, int num_threads, kv_workspace *workspace)
     c->scratch = workspace->memory;
     c->walk.queries = (kv_query *)(c->scratch + c->scratch_bytes * num_threads);
     c->walk.items = (kv_item *)(c->walk.queries + queries);
-    c->walk.partials = (double *)(c->walk.items + streams);
+    c->walk.partials = (double *)(c->walk.items + items);
     c->walk.unfinished = (int *)((char *)c->walk.partials + partials);
     c->walk.num_queries = queries;
-    add_items(&c->walk, c->item, streams);
+    add_items(c);
     return true;
 }
 
@@ -148,7 +182,7 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     c.scale = option(op, 0), c.max_bias = option(op, 1), c.softcap = option(op, 2);
     c.tokens = op->src[1]->ne[1];
     const int heads = (int)op->src[1]->ne[2];
-    const bool is_fast = kv_is_fast() && ggml_is_quantized(op->src[1]->type) && ggml_is_quantized(op->src[2]->type);
+    const bool is_fast = kv_active_precision() == KV_PRECISION_FAST && ggml_is_quantized(op->src[1]->type) && ggml_is_quantized(op->src[2]->type);
     const kv_kernels *kernels = is_fast ? c.tier.fast : c.tier.attention;
     c.walk = (kv_call){.kernels = kernels, .source = &kv_ggml_rows, .given = &c, .values = &c.v.rows, .heads_together = heads};
     c.walk.sinks = op->src[4] ? op->src[4]->data : NULL;
@@ -156,8 +190,9 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     c.rows = c.q->ne[1] * c.walk.group;
     /* Words, unlike the 17 bits of a matrix unit, are not within the contract for f32. */
     const bool is_f32 = op->src[1]->type == GGML_TYPE_F32 || op->src[2]->type == GGML_TYPE_F32;
-    c.matrix = c.rows >= MATRIX_ROWS && kernels->panels[KV_PANELS_OF_ROWS].attend && (kernels->has_matrix || !is_f32);
-    c.products = !c.matrix && c.rows >= PRODUCT_ROWS;
+    c.invariant = kv_active_precision() == KV_PRECISION_INVARIANT;
+    c.matrix = !c.invariant && c.rows >= MATRIX_ROWS && kernels->panels[KV_PANELS_OF_ROWS].attend && (kernels->has_matrix || !is_f32);
+    c.products = !c.invariant && !c.matrix && c.rows >= PRODUCT_ROWS;
     open_side(&c.k, op->src[1], &c, true);
     open_side(&c.v, op->src[2], &c, false);
     plan(&c);
@@ -165,7 +200,7 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     if (num_threads < 1 || work < SERIAL_BYTES) num_threads = 1;
     if (!reserve(&c, num_threads, workspace)) return false;
     /* All heads of a split share its lines, and a thread that goes on with the next split finds it fetched. */
-    const int chunk = c.item.splits >= ENOUGH_TASKS / 2 ? (int)parts(c.walk.num_tasks, num_threads) : 1;
+    const int chunk = kv_runs(&c.item) >= ENOUGH_TASKS / 2 ? (int)parts(c.walk.num_tasks, num_threads) : 1;
     (void)chunk;
 #pragma omp parallel num_threads(num_threads)
     {

@@ -25,13 +25,14 @@ typedef struct {
 
 typedef struct {
     kv_call walk; /* whose `given` is this */
-    kv_item item; /* as each stream is cut */
+    kv_item item; /* as each stream is cut; in an invariant call, as queries are that see the whole context */
     const struct ggml_tensor *q, *mask, *out;
     side k, v;
     kv_tier tier;
     float scale, softcap, max_bias;
     int64_t tokens, rows;  /* of the context; query rows per KV head */
     int tile;              /* tokens of a pass */
+    bool invariant, grows; /* the number of queries changes no bit; splits of long contexts are longer */
     bool matrix, products; /* by the matrix unit or as words; as products with strips of floats */
     char *scratch;         /* of all threads */
     size_t scratch_bytes, packed_at; /* the latter in the scratch of a thread: room for the packed rows of a tile, keys first */
@@ -69,9 +70,16 @@ static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-static inline int64_t stream_of(const kv_task *t) { return t->item - t->call->items; }
+/* The stream of a task, and the query of its row there. */
+static inline int64_t stream_of(const kv_task *t) { return t->item->first_query / ((const call *)t->call->given)->q->ne[1]; }
+static inline int64_t query_of(const kv_task *t, int64_t row)
+{
+    return kv_query_of(t->call, t->item, row) % ((const call *)t->call->given)->q->ne[1];
+}
 
-/* masks.c: finds what the rows see of a tile; returns whether any sees any of it. */
+/* masks.c: where the last token that a query sees ends, from 1 to the length of the context. */
+int64_t kv_end_of(const call *c, int64_t stream, int64_t query);
+/* Finds what the rows see of a tile; returns whether any sees any of it. */
 bool kv_find_seen(const kv_task *t, int64_t token, int count);
 /* The mask of all rows of a task, if it is the same, and shows less than half of the tokens from `begin` to `stop`; else NULL. */
 const uint16_t *kv_sparse_mask(const kv_task *t, int64_t begin, int64_t stop);

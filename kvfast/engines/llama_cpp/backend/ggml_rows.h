@@ -66,9 +66,11 @@ typedef struct {
 kv_tier kv_active_tier(void);
 /* Uses another tier from now on; returns 0 if there is none of that name, or the machine cannot run it. */
 int kv_use_tier(const char *isa);
-/* Whether prompts on quantised keys and values are attended to in the fast precision: if KVFAST_PRECISION or the caller says so. */
-int kv_is_fast(void);
-/* Uses "exact" or "fast" from now on; returns 0 for another name. */
+/* Exact; fast for prompts on quantised keys and values; or exact with the same bits for any number of queries in a call. */
+typedef enum { KV_PRECISION_UNSET, KV_PRECISION_EXACT, KV_PRECISION_FAST, KV_PRECISION_INVARIANT } kv_precision;
+/* The precision that the caller or KVFAST_PRECISION names, else exact. */
+kv_precision kv_active_precision(void);
+/* Uses "exact", "fast" or "invariant" from now on; returns 0 for another name. */
 int kv_use_precision(const char *name);
 
 /* The configuration of this thread's matrix unit, which others (ggml) may have set and rely on. No-ops without one. */

@@ -40,20 +40,22 @@ kv_tier kv_active_tier(void)
     return active;
 }
 
-static enum { UNKNOWN, EXACT, FAST } precision;
+static kv_precision precision;
 
 int kv_use_precision(const char *name)
 {
-    const int known = strcmp(name, "exact") == 0 ? EXACT : strcmp(name, "fast") == 0 ? FAST : UNKNOWN;
-    if (known) precision = known;
-    return known != UNKNOWN;
+    static const char *const names[] = {"exact", "fast", "invariant"};
+    int known = KV_PRECISION_INVARIANT;
+    while (known && strcmp(name, names[known - 1])) known--;
+    if (known) precision = (kv_precision)known;
+    return known != KV_PRECISION_UNSET;
 }
 
-int kv_is_fast(void)
+kv_precision kv_active_precision(void)
 {
     const char *name = getenv("KVFAST_PRECISION");
-    if (!precision && !(name && kv_use_precision(name))) precision = EXACT;
-    return precision == FAST;
+    if (!precision && !(name && kv_use_precision(name))) precision = KV_PRECISION_EXACT;
+    return precision;
 }
 
 /* Functions of their own, by whose names ci/audit_instructions.py knows that only processors with a matrix unit run them. */

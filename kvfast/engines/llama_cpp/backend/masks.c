@@ -30,17 +30,28 @@ static bool range_of(const uint16_t *mask, int count, int *from, int *to)
     return (others & MAGNITUDE) != 0;
 }
 
-static const char *masks_of(const kv_task *t)
+static const char *masks_of(const call *c, int64_t stream)
 {
-    const struct ggml_tensor *mask = ((const call *)t->call->given)->mask;
-    return (const char *)mask->data + stream_of(t) % mask->ne[3] * mask->nb[3];
+    return (const char *)c->mask->data + stream % c->mask->ne[3] * c->mask->nb[3];
+}
+
+int64_t kv_end_of(const call *c, int64_t stream, int64_t query)
+{
+    int64_t end = c->mask ? 1 : c->tokens;
+    for (int64_t head = 0; c->mask && head < c->mask->ne[2]; head++) {
+        const uint16_t *mask = (const uint16_t *)(masks_of(c, stream) + query * c->mask->nb[1] + head * c->mask->nb[2]);
+        int64_t seen = c->tokens;
+        while (seen > end && mask[seen - 1] == HIDDEN) seen--;
+        end = seen;
+    }
+    return end;
 }
 
 const uint16_t *kv_sparse_mask(const kv_task *t, int64_t begin, int64_t stop)
 {
     const call *c = t->call->given;
-    if (!c->mask || c->q->ne[1] > 1 || c->mask->ne[2] > 1) return NULL;
-    const uint16_t *mask = (const uint16_t *)masks_of(t);
+    if (!c->mask || c->invariant || c->q->ne[1] > 1 || c->mask->ne[2] > 1) return NULL;
+    const uint16_t *mask = (const uint16_t *)masks_of(c, stream_of(t));
     int64_t seen = 0;
     uint16_t bent = 0;
     for (int64_t i = begin; i < stop; i++) {
@@ -82,9 +93,9 @@ bool kv_find_seen(const kv_task *t, int64_t token, int count)
         kv_see_all(t, count);
         return true;
     }
-    const char *masks = masks_of(t) + token * 2, *last = NULL;
+    const char *masks = masks_of(c, stream_of(t)) + token * 2, *last = NULL;
     bool any = false, bent = false;
-    int64_t query = t->first_row / group, member = t->first_row % group; /* counted, as dividing takes longer than the mask */
+    int64_t query = query_of(t, t->first_row), member = t->first_row % group; /* counted, as dividing takes longer than the mask */
     for (int r = 0; r < t->rows; r++, member++) {
         if (member == group) member = 0, query++;
         const int64_t head = t->head * group + member;

@@ -75,7 +75,7 @@ static void prepare_rows(const kv_task *t)
         memset(rows, 0, (size_t)(KV_ROWS * padded) * sizeof *rows);
         for (int r = 0; r < count; r++) {
             const int64_t row = t->first_row + b * KV_ROWS + r, head = t->head * t->call->group + row % t->call->group;
-            const char *q = (const char *)c->q->data + row / t->call->group * c->q->nb[1];
+            const char *q = (const char *)c->q->data + query_of(t, row) * c->q->nb[1];
             memcpy(rows + r * padded, q + head * c->q->nb[2] + stream_of(t) * c->q->nb[3], (size_t)n * sizeof *rows);
         }
         if (t->wide) kernels->panels[KV_PANELS_OF_ROWS].prepare(&c->k.rows, rows, NULL, NULL, c->scale, 0, t->wide->panels + b);
@@ -287,4 +287,4 @@ static void write(const kv_call *walk, const kv_query *query, ptrdiff_t q_head, 
            row, (size_t)c->v.rows.head_dim * sizeof *row);
 }
 
-const kv_source kv_ggml_rows = {.read = read, .write = write, .refines_blocks = 1};
+const kv_source kv_ggml_rows = {.read = read, .write = write};

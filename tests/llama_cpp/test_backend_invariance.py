@@ -1,4 +1,5 @@
-"""In the invariant precision a query has the same bits however many come with it, and however long the cache is beyond it."""
+"""A query has the same bits however many come with it, and however long the cache is beyond it: in the invariant precision, and with
+some types in the exact one."""
 
 from ctypes import c_char_p, c_int
 
@@ -113,6 +114,28 @@ def test_cuts_on_every_tier(cpu, invariant_backend):
             for isa in kvfast.available_isas():
                 assert use_isa(isa.encode())
                 context.check(invariant_backend, 100, 101, 117, 150, 590)
+    finally:
+        use_isa(None)
+
+
+# Tiers on which exact prompts of these types take the kernels of few rows.
+ALWAYS = {
+    ("f32", "f32"): ["avx512_vbmi", "avx512_vnni", "avx512", "avx_vnni", "avx2"],
+    ("q8_0", "q8_0"): ["avx512_vbmi"],
+    ("q4_0", "q4_0"): ["avx512_vbmi"],
+    ("q8_0", "q4_0"): ["avx512_vbmi"],
+}
+
+
+@pytest.mark.parametrize("types", ALWAYS)
+def test_cuts_in_the_exact_precision(cpu, backend, types):
+    use_isa = backend.function("kvfast_use_isa", c_int, c_char_p)
+    context, windowed = Context(cpu, 1300, heads=6, types=types), Context(cpu, 1300, types=types, window=200)
+    try:
+        for isa in set(ALWAYS[types]) & set(kvfast.available_isas()):
+            assert use_isa(isa.encode())
+            context.check(backend, 400, 401, 417, 450, 514, 1290)
+            windowed.check(backend, 900, 901, 902, 1100)
     finally:
         use_isa(None)
 

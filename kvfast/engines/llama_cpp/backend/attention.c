@@ -9,6 +9,7 @@ enum {
     FEW_ROWS = 4 * KV_ROWS,     /* more may read all of a context as one task */
     MATRIX_ROWS = 2 * KV_ROWS,  /* fewest query rows for which a matrix unit pays, or words */
     SPLIT_BYTES = 128 << 10,    /* of keys and values of a split: all heads of it fit into a processor's own cache */
+    LEAST_TILES = 2,            /* of a split: to add up the results of more splits takes longer than it helps */
     MAX_SPLITS = 64,
     ENOUGH_TASKS = 16,          /* for every number of threads */
     TILE_BYTES = 64 << 10,      /* of keys, of stored rows with those to come: stays in the second cache */
@@ -42,21 +43,35 @@ bool kv_takes(const struct ggml_tensor *op)
     return op->nb[0] == sizeof(float) && q->ne[1] > 0;
 }
 
+/* The tokens of a tile, at most `most` unless these are few. */
+static int most_tokens(int64_t most)
+{
+    int tokens = KV_TILE;
+    while (tokens > KV_LANES && tokens > most) tokens /= 2;
+    return tokens;
+}
+
 static void open_side(side *s, const struct ggml_tensor *tensor, const call *c, bool is_key)
 {
     const kv_row_kernels *kernels = c->tier.rows;
-    const int dim = (int)tensor->ne[0], whole = c->products ? KV_COLUMNS : KV_LANES, padded = (dim + whole - 1) / whole * whole;
+    const bool few = !c->matrix && (!c->products || c->invariant);
+    const int dim = (int)tensor->ne[0];
     int dtype = tensor->type == GGML_TYPE_F16 ? KV_FLOAT16 : tensor->type == GGML_TYPE_BF16 ? KV_BFLOAT16
                                                                                             : KV_FLOAT32;
     if (!c->matrix && is_key) s->prepare = kernels->prepare[tensor->type];
     if (!c->matrix && is_key) s->transpose = kernels->transpose_codes[tensor->type];
-    if (!c->matrix && !c->products && !is_key) s->add = kernels->add[tensor->type], s->add_rounded = kernels->add_rounded[tensor->type];
-    if (!s->add_rounded) s->add_rounded = s->add;
-    const bool as_floats = dim == padded && (dtype != KV_FLOAT32 || tensor->type == GGML_TYPE_F32);
-    const bool stored = !c->products && (s->transpose || s->add || as_floats);
-    if (!stored) dtype = KV_FLOAT32;
+    if (few && !is_key) s->add = kernels->add[tensor->type], s->add_rounded = kernels->add_rounded[tensor->type];
+    if (s->add_rounded) s->gather = kernels->gather[tensor->type], s->add_gathered = kernels->add_gathered[tensor->type];
+    else s->add_rounded = s->add;
+    const bool as_floats = dim % KV_LANES == 0 && (dtype != KV_FLOAT32 || tensor->type == GGML_TYPE_F32);
+    bool stored = s->transpose || s->add || as_floats;
     s->tensor = tensor;
     s->row_bytes = (ptrdiff_t)ggml_row_size(tensor->type, dim);
+    s->tile = most_tokens(stored ? TILE_BYTES / (2 * s->row_bytes) : DECODED_BYTES / (parts(dim, KV_LANES) * KV_LANES * 4));
+    s->strips = s->transpose || (c->products && !s->add && (!is_key || !c->invariant || kernels->multiply_in_order));
+    if (s->strips && !s->transpose) stored = false;
+    if (!stored) dtype = KV_FLOAT32;
+    const int whole = s->strips ? KV_COLUMNS : KV_LANES, padded = (dim + whole - 1) / whole * whole;
     s->decode = stored ? NULL : kernels->decode[tensor->type];
     s->rows = (kv_side){.dtype = dtype, .family = KV_FLOAT_ROWS, .block_size = KV_TILE, .head_dim = dim, .padded_dim = padded};
     s->packed = s->rows;
@@ -64,20 +79,11 @@ static void open_side(side *s, const struct ggml_tensor *tensor, const call *c, 
     s->packed.row_stride = stored ? s->row_bytes : (ptrdiff_t)padded * 4;
 }
 
-/* Most tokens of a tile of one side. */
-static int most_tokens(const side *s)
-{
-    const int64_t row_bytes = s->decode ? (int64_t)s->rows.padded_dim * 4 : 2 * s->row_bytes;
-    int tokens = KV_TILE;
-    while (tokens > KV_LANES && tokens * row_bytes > (s->decode ? DECODED_BYTES : TILE_BYTES)) tokens /= 2;
-    return tokens;
-}
-
 /* Tokens of a split that few rows take, of a context of some length. */
 static int64_t split_tokens(const call *c, int64_t tokens)
 {
     const int64_t token_bytes = (c->k.row_bytes + c->v.row_bytes) * c->k.tensor->ne[2];
-    return larger(parts(larger(SPLIT_BYTES / token_bytes, parts(tokens, MAX_SPLITS)), KV_TILE), 1) * KV_TILE;
+    return larger(parts(larger(SPLIT_BYTES / token_bytes, parts(tokens, MAX_SPLITS)), KV_TILE), LEAST_TILES) * KV_TILE;
 }
 
 /* Cuts the call into tasks, by its shapes alone. Where there are few tasks of many rows, they share a context; in an invariant call, its
@@ -91,7 +97,7 @@ static void plan(call *c)
     item->num_queries = c->q->ne[1];
     item->block_rows = (int)(parts(parts(c->rows, blocks), KV_ROWS) * KV_ROWS);
     item->row_blocks = parts(c->rows, item->block_rows);
-    c->tile = c->matrix || c->products ? KV_TILE : (int)smaller(most_tokens(&c->k), most_tokens(&c->v));
+    c->tile = c->matrix || (c->products && !c->invariant) ? KV_TILE : (int)smaller(c->k.tile, c->v.tile);
     item->split_tokens = split_tokens(c, c->tokens);
     const int64_t runs = parts(ENOUGH_TASKS, tasks * item->row_blocks);
     if (c->rows > FEW_ROWS && !c->invariant)
@@ -182,17 +188,22 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     c.scale = option(op, 0), c.max_bias = option(op, 1), c.softcap = option(op, 2);
     c.tokens = op->src[1]->ne[1];
     const int heads = (int)op->src[1]->ne[2];
-    const bool is_fast = kv_active_precision() == KV_PRECISION_FAST && ggml_is_quantized(op->src[1]->type) && ggml_is_quantized(op->src[2]->type);
+    const enum ggml_type k = op->src[1]->type, v = op->src[2]->type;
+    const bool is_fast = kv_active_precision() == KV_PRECISION_FAST && ggml_is_quantized(k) && ggml_is_quantized(v);
     const kv_kernels *kernels = is_fast ? c.tier.fast : c.tier.attention;
     c.walk = (kv_call){.kernels = kernels, .source = &kv_ggml_rows, .given = &c, .values = &c.v.rows, .heads_together = heads};
     c.walk.sinks = op->src[4] ? op->src[4]->data : NULL;
     c.walk.num_q_heads = c.q->ne[2], c.walk.group = (int)c.q->ne[2] / heads;
     c.rows = c.q->ne[1] * c.walk.group;
-    /* Words, unlike the 17 bits of a matrix unit, are not within the contract for f32. */
-    const bool is_f32 = op->src[1]->type == GGML_TYPE_F32 || op->src[2]->type == GGML_TYPE_F32;
-    c.invariant = kv_active_precision() == KV_PRECISION_INVARIANT;
-    c.matrix = !c.invariant && c.rows >= MATRIX_ROWS && kernels->panels[KV_PANELS_OF_ROWS].attend && (kernels->has_matrix || !is_f32);
-    c.products = !c.invariant && !c.matrix && c.rows >= PRODUCT_ROWS;
+    /* Panels have other bits than few rows. Words gain too little over codes, and are not within the contract for f32, unlike the 17 bits
+       of a matrix unit. */
+    const bool as_codes = c.tier.rows->transpose_codes[k] && c.tier.rows->gather[v], is_f32 = k == GGML_TYPE_F32 || v == GGML_TYPE_F32;
+    const bool without = !is_fast && !kernels->has_matrix && (as_codes || is_f32);
+    c.strict = kv_active_precision() == KV_PRECISION_INVARIANT;
+    const bool panels = kernels->panels[KV_PANELS_OF_ROWS].attend && !c.strict && !without;
+    c.invariant = c.strict || (!panels && (c.tier.rows->transpose_codes[k] || c.tier.rows->multiply_in_order));
+    c.matrix = panels && c.rows >= MATRIX_ROWS;
+    c.products = !c.matrix && c.rows >= PRODUCT_ROWS;
     open_side(&c.k, op->src[1], &c, true);
     open_side(&c.v, op->src[2], &c, false);
     plan(&c);

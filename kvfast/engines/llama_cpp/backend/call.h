@@ -17,10 +17,14 @@ typedef struct {
     kv_side rows, packed; /* as the kernels read them: where they lie, or one after the other */
     ptrdiff_t row_bytes;  /* of one head of a token */
     kv_decode_row decode; /* into float rows; NULL: the kernels read the stored rows */
+    bool strips;          /* of floats, or of codes of keys: one after the other, for the rows of all blocks */
+    int tile;             /* most tokens of a tile that few rows read */
     /* Kernels of ggml's blocks, or NULL. */
     kv_prepare_rows prepare;
     kv_add_rows add, add_rounded; /* the latter rounds weights, where it can */
     kv_transpose_codes transpose;
+    kv_gather_values gather;
+    kv_add_gathered add_gathered;
 } side;
 
 typedef struct {
@@ -32,7 +36,9 @@ typedef struct {
     float scale, softcap, max_bias;
     int64_t tokens, rows;  /* of the context; query rows per KV head */
     int tile;              /* tokens of a pass */
-    bool invariant, grows; /* the number of queries changes no bit; splits of long contexts are longer */
+    bool invariant;        /* the number of queries changes no bit; where a mask shows one query tokens here and there, */
+    bool strict;           /* only then */
+    bool grows;            /* splits of long contexts are longer than others */
     bool matrix, products; /* by the matrix unit or as words; as products with strips of floats */
     char *scratch;         /* of all threads */
     size_t scratch_bytes, packed_at; /* the latter in the scratch of a thread: room for the packed rows of a tile, keys first */
@@ -57,6 +63,7 @@ typedef struct {
     KV_ALIGNED float keys[KV_TILE * KV_MAX_HEAD_DIM];
     KV_ALIGNED uint16_t scales[KV_TILE * KV_MAX_HEAD_DIM / 32];
     KV_ALIGNED float values[KV_TILE * KV_MAX_HEAD_DIM];
+    KV_ALIGNED float value_scales[KV_TILE * KV_MAX_HEAD_DIM / 32];
     KV_ALIGNED float bias[MAX_BLOCKS * KV_ROWS * KV_TILE];
     kv_row_queries queries[MAX_BLOCKS];
     kv_room room;            /* of the panels' kernels; those of float rows need none */

@@ -30,11 +30,18 @@ typedef void (*kv_prepare_rows)(const float *rows, int num_rows, int n, float sc
 typedef void (*kv_add_rows)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
                             float *acc);
 
+/* The codes of a tile, and their scales, as the next kernel reads them for each block of rows: what add_rounded does, with its bits. */
+typedef void (*kv_gather_values)(const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead, char *codes, float *scales);
+typedef void (*kv_add_gathered)(kv_softmax *state, int num_rows, const char *codes, int gathered, const float *scales, int n, int count,
+                                float *acc);
+
 /* Columns of a strip (ggml_products.inc.h): the elements of a block of ggml, or as many tokens. */
 enum { KV_COLUMNS = 32 };
 /* c[r][j] = c[r][j] x factors[r] (0 without factors) + sum a[r][i] b[i][j], for the columns j of a strip b of `depth` rows. */
 typedef void (*kv_multiply)(const float *a, ptrdiff_t a_stride, int rows, const float *b, int depth, const float *factors, float *c,
                             ptrdiff_t c_stride);
+/* Scores of the tokens of a strip, in the order of kvfast's own kernel for few rows: c is (rows, KV_TILE). */
+typedef void (*kv_multiply_in_order)(const float *a, int rows, int depth, const float *b, float *c);
 /* Makes KV_LANES rows of n floats columns of a strip. */
 typedef void (*kv_transpose_rows)(const float *rows, ptrdiff_t stride, int n, float *strip);
 
@@ -50,7 +57,10 @@ typedef struct {
     kv_prepare_rows prepare[GGML_TYPE_COUNT];
     kv_add_rows add[GGML_TYPE_COUNT];
     kv_add_rows add_rounded[GGML_TYPE_COUNT]; /* the same with integers; NULL: none */
+    kv_gather_values gather[GGML_TYPE_COUNT]; /* NULL: none */
+    kv_add_gathered add_gathered[GGML_TYPE_COUNT];
     kv_multiply multiply;
+    kv_multiply_in_order multiply_in_order; /* NULL: none */
     kv_transpose_rows transpose_rows;
     kv_transpose_codes transpose_codes[GGML_TYPE_COUNT]; /* NULL: none */
     kv_multiply_codes multiply_codes;

@@ -32,10 +32,34 @@ static inline __attribute__((always_inline)) void KV(gather_codes)(const char *t
     codes[1] = _mm512_xor_si512(_mm512_permutex2var_epi8(a, _mm512_add_epi8(ends, _mm512_set1_epi8(16)), b), _mm512_set1_epi8((char)128));
 }
 
-/* Adds a block of `count` tokens to `rows` rows of `acc`; `x` and `sums` are those of put_activations. */
+/* The codes of a tile as gather_codes has them, (n/32, count/4, 128 bytes), and their scales, (n/32, KV_TILE): once for all blocks of
+   rows. */
+static inline __attribute__((always_inline)) void KV(gather_values)(
+    const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead, char *codes, float *scales, const int type)
+{
+    const ptrdiff_t block_bytes = type == GGML_TYPE_Q8_0 ? sizeof(block_q8_0) : sizeof(block_q4_0);
+    const ptrdiff_t step = ahead.bytes / ((count + 3) / 4 * (n / 32)) + 1;
+    for (int b = 0; b < n / 32; b++, values += block_bytes, scales += KV_TILE) {
+        char tail[4 * sizeof(block_q8_0)] = {0};
+        KV(load_block_scales)(values, stride, count, scales);
+        for (int t = 0; t < count; t += 4, codes += 128, ahead.at += step) {
+            const bool whole = count - t >= 4;
+            for (int i = 0; !whole && i < count - t; i++)
+                memcpy(tail + i * block_bytes, values + (t + i) * stride, (size_t)block_bytes);
+            vi both[2];
+            for (ptrdiff_t at = 0; at < step; at += 64) kv_prefetch(ahead.at + at);
+            KV(gather_codes)(whole ? values + t * stride : tail, whole ? stride : block_bytes, both, type);
+            _mm512_store_si512(codes, both[0]);
+            _mm512_store_si512(codes + 64, both[1]);
+        }
+    }
+}
+
+/* Adds a block of `count` tokens to `rows` rows of `acc`; `x` and `sums` are those of put_activations. `gathered`: the codes of four
+   tokens are 128 bytes, and nothing is fetched. */
 static inline __attribute__((always_inline)) void KV(add_code_block)(
     const char *values, ptrdiff_t stride, int count, const int8_t *x, const int32_t *sums, const float *units, const float *rescale,
-    const int rows, kv_lines ahead, float *acc, ptrdiff_t n, const int type)
+    const int rows, kv_lines ahead, float *acc, ptrdiff_t n, const int type, const int gathered)
 {
     const ptrdiff_t block_bytes = type == GGML_TYPE_Q8_0 ? sizeof(block_q8_0) : sizeof(block_q4_0);
     char tail[4 * sizeof(block_q8_0)] = {0};
@@ -43,7 +67,11 @@ static inline __attribute__((always_inline)) void KV(add_code_block)(
     KV_FOR4(r, rows,
         high[r][0] = high[r][1] = (vacc)vi_set1(0);
         low[r][0] = low[r][1] = (vacc)vi_set1(sums[r] * (type == GGML_TYPE_Q8_0 ? -128 : -8)););
-    for (int t = 0; t < count; t += 4, values += 4 * stride, x += 8 * KV_QUAD) {
+    for (int t = 0; gathered && t < count; t += 4, values += 128, x += 8 * KV_QUAD) {
+        const vi first = vi_load(values), second = vi_load(values + 64);
+        KV_FOR4(r, rows, vacc_dot(high[r][0], low[r][0], first, x + r * 8); vacc_dot(high[r][1], low[r][1], second, x + r * 8););
+    }
+    for (int t = 0; !gathered && t < count; t += 4, values += 4 * stride, x += 8 * KV_QUAD) {
         if (count - t < 4) { /* those beyond have no weight, but nothing may be read there */
             for (int i = 0; i < count - t; i++) memcpy(tail + i * block_bytes, values + i * stride, (size_t)block_bytes);
             values = tail, stride = block_bytes;
@@ -65,15 +93,17 @@ static inline __attribute__((always_inline)) void KV(add_code_block)(
 }
 
 static inline __attribute__((always_inline)) void KV(add_codes)(
-    kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead, float *acc, const int type)
+    kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, const float *gathered, int n, int count, kv_lines ahead,
+    float *acc, const int type)
 {
-    const ptrdiff_t block_bytes = type == GGML_TYPE_Q8_0 ? sizeof(block_q8_0) : sizeof(block_q4_0);
+    const ptrdiff_t block_bytes = gathered ? stride : type == GGML_TYPE_Q8_0 ? sizeof(block_q8_0) : sizeof(block_q4_0);
     const int whole = kv_whole_lanes(count);
     const ptrdiff_t pieces = (count + 3) / 4 * 3, step = ahead.bytes / (pieces * (n / 32)) + 1; /* three with four tokens of a block */
-    KV_ALIGNED float scales[KV_TILE], weights[KV_QUAD * KV_TILE];
+    KV_ALIGNED float own[KV_TILE], weights[KV_QUAD * KV_TILE];
     KV_ALIGNED int8_t parts[KV_QUAD * KV_TILE * 2];
     for (int b = 0; b < n / 32; b++, values += block_bytes) {
-        KV(load_block_scales)(values, stride, count, scales);
+        const float *scales = gathered ? gathered + b * KV_TILE : own;
+        if (!gathered) KV(load_block_scales)(values, stride, count, own);
         for (int row = 0; row < num_rows; row += KV_QUAD) {
             const int rows = num_rows - row < KV_QUAD ? num_rows - row : KV_QUAD;
             float inverse[KV_QUAD], units[KV_QUAD];
@@ -94,7 +124,8 @@ static inline __attribute__((always_inline)) void KV(add_codes)(
             KV(put_activations)(weights, KV_TILE, rows, whole, inverse, parts, sums, 1, NULL);
             const kv_lines lines = {ahead.at + b * pieces * step, row == 0 ? step : 0};
             float *at = acc + (ptrdiff_t)row * n + b * 32;
-#define KV_ADD_BLOCK(R) KV(add_code_block)(values, stride, count, parts, sums, units, state->rescale + row, R, lines, at, n, type)
+#define KV_ADD_BLOCK(R) \
+    KV(add_code_block)(values, stride, count, parts, sums, units, state->rescale + row, R, lines, at, n, type, gathered != NULL)
             switch (rows) {
             case 1: KV_ADD_BLOCK(1); break;
             case 2: KV_ADD_BLOCK(2); break;
@@ -106,5 +137,21 @@ static inline __attribute__((always_inline)) void KV(add_codes)(
     }
 }
 
-KV_ADD(add_codes_q8_0, add_codes, GGML_TYPE_Q8_0)
-KV_ADD(add_codes_q4_0, add_codes, GGML_TYPE_Q4_0)
+#define KV_VALUE_CODES(name, type)                                                                                                        \
+    static void KV(gather_##name)(const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead, char *codes, float *scales)     \
+    {                                                                                                                                     \
+        KV(gather_values)(values, stride, n, count, ahead, codes, scales, type);                                                          \
+    }                                                                                                                                     \
+    static void KV(add_codes_##name)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count,             \
+                                     kv_lines ahead, float *acc)                                                                          \
+    {                                                                                                                                     \
+        KV(add_codes)(state, num_rows, values, stride, NULL, n, count, ahead, acc, type);                                                 \
+    }                                                                                                                                     \
+    static void KV(add_gathered_##name)(kv_softmax *state, int num_rows, const char *codes, int gathered, const float *scales, int n,     \
+                                        int count, float *acc)                                                                            \
+    {                                                                                                                                     \
+        KV(add_codes)(state, num_rows, codes, (gathered + 3) / 4 * 128, scales, n, count, (kv_lines){codes, 0}, acc, type);               \
+    }
+KV_VALUE_CODES(q8_0, GGML_TYPE_Q8_0)
+KV_VALUE_CODES(q4_0, GGML_TYPE_Q4_0)
+#undef KV_VALUE_CODES

@@ -50,7 +50,7 @@ int64_t kv_end_of(const call *c, int64_t stream, int64_t query)
 const uint16_t *kv_sparse_mask(const kv_task *t, int64_t begin, int64_t stop)
 {
     const call *c = t->call->given;
-    if (!c->mask || c->invariant || c->q->ne[1] > 1 || c->mask->ne[2] > 1) return NULL;
+    if (!c->mask || c->q->ne[1] > 1 || c->mask->ne[2] > 1) return NULL;
     const uint16_t *mask = (const uint16_t *)masks_of(c, stream_of(t));
     int64_t seen = 0;
     uint16_t bent = 0;
@@ -59,7 +59,11 @@ const uint16_t *kv_sparse_mask(const kv_task *t, int64_t begin, int64_t stop)
         seen += shown;
         bent |= (uint16_t)-shown & mask[i];
     }
-    return 2 * seen < stop - begin && !(bent & MAGNITUDE) ? mask : NULL;
+    if (2 * seen >= stop - begin || bent & MAGNITUDE) return NULL;
+    /* Packed tiles are the same as those where they lie if nothing is left out before the last token. */
+    int from, to;
+    range_of(mask + begin, (int)(stop - begin), &from, &to);
+    return !seen || (to - from > seen ? !c->strict : !c->invariant || from == 0) ? mask : NULL;
 }
 
 int kv_next_seen(const uint16_t *mask, int64_t *token, int64_t stop, int most, int32_t *tokens)

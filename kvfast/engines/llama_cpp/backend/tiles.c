@@ -53,9 +53,9 @@ static tile_rows packed_rows(const side *s, const kv_task *t, int count, char *p
 static kv_tile open_tile(const side *s, const tile_rows *rows, int count, float *decoded)
 {
     const char *at = rows->at;
-    const kv_tile tile = {.base = s->decode ? (const char *)decoded : at, .count = count};
+    const kv_tile tile = {.base = s->decode && !s->strips ? (const char *)decoded : at, .count = count};
     const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim;
-    for (int i = 0; s->decode && i < count; i++, at += rows->stride, decoded += padded) {
+    for (int i = 0; s->decode && !s->strips && i < count; i++, at += rows->stride, decoded += padded) {
         s->decode(at, n, decoded);
         if (n < padded) memset(decoded + n, 0, (size_t)(padded - n) * sizeof *decoded);
     }
@@ -125,6 +125,7 @@ static void open_key_strips(const kv_task *t, const tile_rows *keys, int count)
     const side *s = &c->k;
     const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim;
     const char *stored = keys->at;
+    const kv_decode_row decode = c->tier.rows->decode[s->tensor->type];
     kv_lines ahead = c->products ? (kv_lines){stored, 0} : keys->ahead;
     ahead.bytes /= parts(count, KV_LANES);
     scratch *own = t->own;
@@ -140,7 +141,7 @@ static void open_key_strips(const kv_task *t, const tile_rows *keys, int count)
             continue;
         }
         memset(rows, 0, (size_t)(KV_LANES * padded) * sizeof *rows);
-        for (int j = 0; j < some; j++, stored += keys->stride) s->decode(stored, n, rows + j * padded);
+        for (int j = 0; j < some; j++, stored += keys->stride) decode(stored, n, rows + j * padded);
         c->tier.rows->transpose_rows(rows, padded, (int)padded, own->keys + strip + column);
     }
 }
@@ -155,6 +156,7 @@ static void score_strip(const kv_task *t, int block, int i)
     float *scores = to->softmax.weights + i;
     if (c->k.transpose) c->tier.rows->multiply_codes(own->queries + block, rows, depth, (const char *)own->keys + i * depth,
                                                      own->scales + i * depth / 32, scores);
+    else if (c->invariant) c->tier.rows->multiply_in_order(to->queries.values, rows, depth, own->keys + i * depth, scores);
     else c->tier.rows->multiply(to->queries.values, depth, rows, own->keys + i * depth, depth, NULL, scores, KV_TILE);
 }
 
@@ -167,29 +169,6 @@ static kv_ahead as_ahead(kv_lines lines)
     return (kv_ahead){.next = all, .after = none};
 }
 
-static void attend_with_vectors(const kv_task *t, const tile_rows *k, const tile_rows *v, const kv_tile *keys, const kv_tile *values)
-{
-    const call *c = t->call->given;
-    const kv_kernels *kernels = t->kernels;
-    const scratch *own = t->own;
-    const kv_lines none = {keys->base, 0};
-    if (c->k.transpose) open_key_strips(t, k, keys->count);
-    for (int b = 0; b < kv_num_blocks(t); b++) {
-        if (!own->seen[b]) continue;
-        kv_scratch *block = t->narrow + b;
-        const int rows = kv_rows_of(t, b);
-        const kv_score_options options = options_of(t, b);
-        const kv_lines next_keys = b ? none : k->ahead, next_values = b ? none : v->ahead; /* the first fetches for all */
-        const kv_ahead keys_ahead = as_ahead(next_keys), values_ahead = as_ahead(next_values);
-        for (int i = 0; c->k.transpose && i < keys->count; i += KV_COLUMNS) score_strip(t, b, i);
-        if (!c->k.transpose) kernels->scores[c->k.rows.dtype](k->side, &block->queries, rows, keys, &keys_ahead, block->softmax.weights);
-        kernels->softmax(&block->softmax, rows, keys->count, own->from + b * KV_ROWS, own->to + b * KV_ROWS, 0, &options);
-        const kv_add_rows add = block->softmax.refined ? c->v.add : c->v.add_rounded;
-        if (add) add(&block->softmax, rows, values->base, v->stride, c->v.rows.head_dim, values->count, next_values, block->acc);
-        else kernels->accumulate[c->v.rows.dtype](v->side, &block->softmax, rows, values, &values_ahead, block->acc);
-    }
-}
-
 /* The values of a tile as strips of KV_COLUMNS elements. */
 static void open_value_strips(const kv_task *t, const tile_rows *values, int count)
 {
@@ -198,6 +177,7 @@ static void open_value_strips(const kv_task *t, const tile_rows *values, int cou
     scratch *own = t->own;
     const ptrdiff_t n = s->rows.head_dim;
     const ptrdiff_t piece_bytes = (ptrdiff_t)ggml_row_size(s->tensor->type, KV_COLUMNS);
+    const kv_decode_row decode = c->tier.rows->decode[s->tensor->type];
     const char *stored = values->at;
     for (int i = 0; i < count; i++, stored += values->stride) {
         fetch_tile_after(s, values, count, i, 1);
@@ -205,34 +185,48 @@ static void open_value_strips(const kv_task *t, const tile_rows *values, int cou
         const char *piece = stored;
         for (ptrdiff_t at = 0; at < n; at += KV_COLUMNS, piece += piece_bytes, to += KV_TILE * KV_COLUMNS) {
             const ptrdiff_t some = smaller(n - at, KV_COLUMNS);
-            s->decode(piece, some, to);
+            decode(piece, some, to);
             memset(to + some, 0, (size_t)(KV_COLUMNS - some) * sizeof *to);
         }
     }
 }
 
-/* A strip stays in the first cache while the rows of all blocks pass by. */
-static void attend_with_products(const kv_task *t, int count)
+/* The scores of all rows. A strip of keys stays in the first cache while the rows of all blocks pass by. */
+static void score_tile(const kv_task *t, const tile_rows *k, const kv_tile *keys)
 {
     const call *c = t->call->given;
     const scratch *own = t->own;
-    const int padded = c->v.rows.padded_dim, blocks = kv_num_blocks(t);
-    for (int i = 0; i < count; i += KV_COLUMNS)
+    const int blocks = kv_num_blocks(t);
+    for (int i = 0; c->k.strips && i < keys->count; i += KV_COLUMNS)
         for (int b = 0; b < blocks; b++)
             if (i < own->seen[b]) score_strip(t, b, i);
-    for (int b = 0; b < blocks; b++) {
-        if (!own->seen[b]) continue;
-        const kv_score_options options = options_of(t, b);
-        t->kernels->softmax(&t->narrow[b].softmax, kv_rows_of(t, b), own->seen[b], own->from + b * KV_ROWS,
-                            own->to + b * KV_ROWS, 0, &options);
+    for (int b = 0; !c->k.strips && b < blocks; b++) {
+        const kv_ahead ahead = as_ahead(b ? (kv_lines){keys->base, 0} : k->ahead); /* the first fetches for all */
+        kv_scratch *block = t->narrow + b;
+        if (own->seen[b])
+            t->kernels->scores[c->k.rows.dtype](k->side, &block->queries, kv_rows_of(t, b), keys, &ahead, block->softmax.weights);
     }
-    for (int i = 0; i < padded; i += KV_COLUMNS)
-        for (int b = 0; b < blocks; b++) {
-            if (!own->seen[b]) continue;
-            kv_scratch *block = t->narrow + b;
-            c->tier.rows->multiply(block->softmax.weights, KV_TILE, kv_rows_of(t, b), own->values + i * KV_TILE, own->seen[b],
-                                   block->softmax.rescale, block->acc + i, padded);
-        }
+}
+
+/* Adds the values of a tile to the sums of a block, from its strips, from gathered codes, or as they are stored. */
+static void add_values(const kv_task *t, int b, const tile_rows *v, kv_tile tile)
+{
+    const call *c = t->call->given;
+    scratch *own = t->own;
+    kv_scratch *block = t->narrow + b;
+    const int rows = kv_rows_of(t, b), dim = c->v.rows.head_dim;
+    const kv_add_rows add = block->softmax.refined ? c->v.add : c->v.add_rounded;
+    const kv_lines ahead = b ? (kv_lines){tile.base, 0} : v->ahead;
+    const int count = tile.count;
+    tile.count = own->seen[b];
+    if (c->v.gather && kv_num_blocks(t) > 1 && !block->softmax.refined) {
+        c->v.add_gathered(&block->softmax, rows, (char *)own->values, count, own->value_scales, dim, tile.count, block->acc);
+    } else if (add) {
+        add(&block->softmax, rows, tile.base, v->stride, dim, tile.count, ahead, block->acc);
+    } else {
+        const kv_ahead lines = as_ahead(ahead);
+        t->kernels->accumulate[c->v.rows.dtype](v->side, &block->softmax, rows, &tile, &lines, block->acc);
+    }
 }
 
 /* Adds a tile to the state of the rows. */
@@ -240,15 +234,31 @@ static void attend_tile(const kv_task *t, const tile_rows *k, const tile_rows *v
 {
     const call *c = t->call->given;
     scratch *own = t->own;
-    if (c->products) {
-        open_key_strips(t, k, count);
-        open_value_strips(t, v, count);
-        attend_with_products(t, count);
+    const int blocks = kv_num_blocks(t), padded = c->v.rows.padded_dim;
+    const kv_tile keys = open_tile(&c->k, k, count, own->keys), values = open_tile(&c->v, v, count, own->values);
+    if (t->wide) {
+        attend_with_matrix(t, k, v, &keys, &values);
         return;
     }
-    const kv_tile keys = open_tile(&c->k, k, count, own->keys), values = open_tile(&c->v, v, count, own->values);
-    if (t->wide) attend_with_matrix(t, k, v, &keys, &values);
-    else attend_with_vectors(t, k, v, &keys, &values);
+    if (c->k.strips) open_key_strips(t, k, count);
+    if (c->v.strips) open_value_strips(t, v, count);
+    else if (c->v.gather && blocks > 1)
+        c->v.gather(values.base, v->stride, c->v.rows.head_dim, count, v->ahead, (char *)own->values, own->value_scales);
+    score_tile(t, k, &keys);
+    for (int b = 0; b < blocks; b++) {
+        if (!own->seen[b]) continue;
+        const kv_score_options options = options_of(t, b);
+        t->kernels->softmax(&t->narrow[b].softmax, kv_rows_of(t, b), own->seen[b], own->from + b * KV_ROWS, own->to + b * KV_ROWS, 0,
+                            &options);
+        if (!c->v.strips) add_values(t, b, v, values);
+    }
+    for (int i = 0; c->v.strips && i < padded; i += KV_COLUMNS)
+        for (int b = 0; b < blocks; b++) {
+            kv_scratch *block = t->narrow + b;
+            if (own->seen[b])
+                c->tier.rows->multiply(block->softmax.weights, KV_TILE, kv_rows_of(t, b), own->values + i * KV_TILE, own->seen[b],
+                                       block->softmax.rescale, block->acc + i, padded);
+        }
 }
 
 /* Reads a split: what its mask shows, packed if that is little, as where an indexer has chosen tokens. */
@@ -258,7 +268,7 @@ static void read(kv_task *t)
     const int64_t begin = t->begin, stop = t->end;
     scratch *own = t->own;
     char *packed = (char *)own + c->packed_at;
-    prepare_rows(t);
+    if (!t->loaded) prepare_rows(t);
     const uint16_t *mask = kv_sparse_mask(t, begin, stop);
     for (int64_t token = begin; token < stop;) {
         if (mask) {

@@ -12,9 +12,9 @@ ctypedef struct kv_prefixes:
 
 
 cdef void set_shareable(kv_member *member, const kv_layout *layout) noexcept nogil
-cdef bint share_nothing(const kv_member *members, Py_ssize_t count, Py_ssize_t size) noexcept nogil
+cdef bint share_nothing(const kv_member *members, Py_ssize_t count, const kv_layout *layout) noexcept nogil
 cdef bint gains_nothing(const kv_request *request, const kv_layout *layout, Py_ssize_t count) noexcept nogil
-cdef int find_prefixes(const kv_member *members, Py_ssize_t count, Py_ssize_t size, kv_prefixes *found) except -1
+cdef int find_prefixes(const kv_member *members, Py_ssize_t count, const kv_layout *layout, kv_prefixes *found) except -1
 cdef void free_prefixes(kv_prefixes *prefixes) noexcept nogil
 
 cdef enum:

@@ -3,14 +3,12 @@
 from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 
+from kvfast.attention.cuts cimport split_tokens_of
 from kvfast.attention.options cimport kvfast_options
 from kvfast.attention.request cimport kv_request
 from kvfast.attention.source cimport floats_from
 from kvfast.codec.blocks cimport kv_layout
-from kvfast.core.limits cimport KV_ROWS, KV_TILE
-
-cdef enum:
-    MIN_SHARED_TOKENS = 256    # each sequence reads shorter shared prefixes by itself
+from kvfast.core.limits cimport KV_ROWS
 
 
 cdef void set_shareable(kv_member *member, const kv_layout *layout) noexcept nogil:
@@ -23,16 +21,16 @@ cdef void set_shareable(kv_member *member, const kv_layout *layout) noexcept nog
 
 cdef bint gains_nothing(const kv_request *request, const kv_layout *layout, Py_ssize_t count) noexcept nogil:
     """Whether no prefix is read for several sequences at once: tables with a window hold the blocks of the last tokens alone, chosen
-    tokens are each query's own, and latent rows of many heads have whole passes for each query, so that reading together would save
-    few bytes only."""
+    tokens are each query's own, latent rows of many heads have whole passes for each query, so that reading together would save
+    few bytes only, and a number of splits does not end one where a prefix ends."""
     cdef const kvfast_options *options = &request.options
-    return (count < 2 or options.sliding_window != 0 or options.attention_chunk_size != 0 or options.indices != NULL
+    return (count < 2 or options.sliding_window != 0 or options.attention_chunk_size != 0 or options.indices != NULL or options.num_splits != 0
             or (layout.latent and request.q.heads % KV_ROWS == 0))
 
 
-cdef bint share_nothing(const kv_member *members, Py_ssize_t count, Py_ssize_t size) noexcept nogil:
+cdef bint share_nothing(const kv_member *members, Py_ssize_t count, const kv_layout *layout) noexcept nogil:
     """Whether a look at one block of each member shows that there are no shared prefixes."""
-    cdef Py_ssize_t i, j, last = MIN_SHARED_TOKENS // size - 1  # of the shortest prefix
+    cdef Py_ssize_t i, j, last = (split_tokens_of(layout) >> layout.block_shift) - 1  # of the shortest prefix
     for i in range(count):
         for j in range(i if members[i].num_queries and members[i].shareable > last else 0):
             if (members[j].num_queries and members[j].shareable > last
@@ -41,14 +39,15 @@ cdef bint share_nothing(const kv_member *members, Py_ssize_t count, Py_ssize_t s
     return True
 
 
-cdef int find_prefixes(const kv_member *members, Py_ssize_t count, Py_ssize_t size, kv_prefixes *found) except -1:
-    """Find the prefixes that members of the batch share; blocks have `size` tokens. `free_prefixes` frees them."""
+cdef int find_prefixes(const kv_member *members, Py_ssize_t count, const kv_layout *layout, kv_prefixes *found) except -1:
+    """Find the prefixes that members of the batch share. They end with a split, so that a query reads the splits that it reads alone.
+    `free_prefixes` frees them."""
     cdef list prefixes = [], queries
     cdef Py_ssize_t numbers = 0, i
     cdef kv_prefix *one
     cdef int32_t *at
     found.first, found.count = NULL, 0
-    _find(members, [i for i in range(count) if members[i].num_queries], 0, 0, size, prefixes)
+    _find(members, [i for i in range(count) if members[i].num_queries], 0, 0, layout, prefixes)
     if not prefixes:
         return 0
     for _, _, group in prefixes:
@@ -73,10 +72,10 @@ cdef void free_prefixes(kv_prefixes *prefixes) noexcept nogil:
     free(prefixes.first)
 
 
-cdef int _find(const kv_member *members, list numbers, Py_ssize_t depth, Py_ssize_t begin, Py_ssize_t size, list found) except -1:
+cdef int _find(const kv_member *members, list numbers, Py_ssize_t depth, Py_ssize_t begin, const kv_layout *layout, list found) except -1:
     """Prefixes of some members from block `depth` on; they share the positions before `begin`."""
     cdef const kv_member *first
-    cdef Py_ssize_t common, limit, end, i
+    cdef Py_ssize_t common, limit, end, i, split = split_tokens_of(layout)
     groups = {}
     for i in numbers:
         if members[i].shareable > depth:
@@ -95,10 +94,8 @@ cdef int _find(const kv_member *members, list numbers, Py_ssize_t depth, Py_ssiz
                 common += 1
                 continue
             break
-        end = common * size // KV_TILE * KV_TILE
-        if end - begin >= MIN_SHARED_TOKENS:
+        end = (common << layout.block_shift) // split * split
+        if end > begin:
             found.append((begin, end, group))
-        else:
-            end = begin
-        _find(members, group, common, end, size, found)
+        _find(members, group, common, end, layout, found)
     return 0

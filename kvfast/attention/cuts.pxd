@@ -9,6 +9,17 @@ cdef inline Py_ssize_t token_bytes(const kv_side *side) noexcept nogil:
     return side.row_stride if side.family == KV_FLOAT_ROWS else side.scales // side.block_size
 
 
+cdef enum:
+    # Tokens of a split: each leaves a partial result, and ends and begins without a fetch (python -m kvfast bench --work decode
+    # --contexts 1024,4096). Latent rows have many query heads, each with a partial result (bench/bench_mla.py).
+    SPLIT_TOKENS = 1024
+    LATENT_SPLIT_TOKENS = 2048
+
+
+cdef inline Py_ssize_t split_tokens_of(const kv_layout *layout) noexcept nogil:
+    return LATENT_SPLIT_TOKENS if layout.latent else SPLIT_TOKENS
+
+
 cdef int choose_tile(const kv_layout *layout, const kv_kernels *kernels, bint few_rows) noexcept nogil
 cdef Py_ssize_t work_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil
 cdef void cut_context(const kv_call *call, kv_item *item, Py_ssize_t end) noexcept nogil

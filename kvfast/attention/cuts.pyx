@@ -27,9 +27,6 @@ cdef enum:
     SHORT_TILE = 128
     # More tasks than this in one item of many queries do not balance better.
     ENOUGH_TASKS = 64
-    # Tokens of a split: each leaves a partial result, and ends and begins without a fetch (python -m kvfast bench --work decode
-    # --contexts 1024,4096).
-    SPLIT_TOKENS = 1024
     # Most numbers (float32) in the partial results of an item of many queries, where a task does not take all splits.
     MOST_PARTIALS = 1 << 24
     # More tokens in one float32 sum could be off by more than a third of the contract's bound where all of them are alike, so that each
@@ -52,10 +49,8 @@ cdef enum:
     ROUNDS = 4
     MANY_ROUNDS = 16
     LONG_RUN = 4
-    # Latent rows have many query heads. LATENT_PANELS panels of query rows share a tile's operands. A split has more tokens, as it
-    # leaves a partial result for every head (bench/bench_mla.py).
+    # Panels of query rows of latents that share a tile's operands.
     LATENT_PANELS = 8
-    LATENT_SPLIT_TOKENS = 2048
 
 
 cdef Py_ssize_t work_of(const kv_layout *layout, Py_ssize_t tokens) noexcept nogil:
@@ -96,7 +91,7 @@ cdef void cut_context(const kv_call *call, kv_item *item, Py_ssize_t end) noexce
     """
     cdef const kv_given *given = <const kv_given *>call.given
     cdef Py_ssize_t length = end if given.chosen != NULL else max((<const kv_keys *>item.keys).context.length, end)
-    item.split_tokens = LATENT_SPLIT_TOKENS if given.layout.latent else SPLIT_TOKENS
+    item.split_tokens = split_tokens_of(given.layout)
     if given.request.options.num_splits:
         item.split_tokens = _whole_tiles(length, given.request.options.num_splits)
     item.least_run = <int>((item.split_tokens + MOST_SPLIT_TOKENS - 1) // MOST_SPLIT_TOKENS)

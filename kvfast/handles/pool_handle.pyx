@@ -287,12 +287,11 @@ cdef class PoolHandle(Handle):
 
     cdef int read_batch(self, kv_c_call *call, const kvfast_batch *batch, kv_member *members) noexcept nogil:
         cdef const kv_layout *layout = self.pool.layouts + call.layer
-        cdef Py_ssize_t size = self.pool.block_size
         cdef kv_prefixes prefixes
         cdef int code = KVFAST_OK
         prefixes.first, prefixes.count = NULL, 0
         if not (batch.no_cascade or gains_nothing(&call.request, layout, batch.num_sequences)
-                or share_nothing(members, batch.num_sequences, size)):
+                or share_nothing(members, batch.num_sequences, layout)):
             code = self.share(members, batch.num_sequences, &prefixes)
         if code == KVFAST_OK:
             code = self.answer(call, layout, members, batch.num_sequences, prefixes.first, prefixes.count)
@@ -301,7 +300,7 @@ cdef class PoolHandle(Handle):
 
     cdef int share(self, const kv_member *members, Py_ssize_t count, kv_prefixes *prefixes) noexcept with gil:
         try:
-            find_prefixes(members, count, self.pool.block_size, prefixes)
+            find_prefixes(members, count, self.pool.layouts, prefixes)
             return KVFAST_OK
         except BaseException as error:
             return self.failed(error)

@@ -118,7 +118,8 @@ def test_splices(attend, dtype):
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
-def test_batches(way, dtype):
+@pytest.mark.parametrize("cascade", [True, False])
+def test_batches(way, dtype, cascade):
     isa, precision = way
     pool = kvfast.PagedKVCache(1, HEADS, DIM, 300, 64, STORAGE[dtype])
     counts = 1, 40, 3, 150, 17
@@ -127,7 +128,7 @@ def test_batches(way, dtype):
     sequences = [fill(shared.fork(), np.random.default_rng(2 + i), 150 + 90 * i) for i in range(3)]
     sequences += [fill(pool.new_sequence(), np.random.default_rng(7 + n), n) for n in (1500, 90)]
     with kvfast.use_isa(isa):
-        together = pool.attend_batch(0, q, sequences, cu_seqlens_q=starts, precision=precision, cascade=False)
+        together = pool.attend_batch(0, q, sequences, cu_seqlens_q=starts, precision=precision, cascade=cascade)
         for i, sequence in enumerate(sequences):
             rows = slice(starts[i], starts[i + 1])
             assert np.array_equal(sequence.attend(0, q[rows], precision=precision), together[rows])

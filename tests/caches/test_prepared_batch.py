@@ -22,7 +22,7 @@ def step(rng, num_blocks, queries=(1, 1, 3, 1), lengths=(300, 290, 310, 0), shar
     lengths = np.maximum(lengths, queries).astype(np.int32)
     free = iter(rng.permutation(num_blocks).tolist())
     prefix = [next(free) for _ in range(shared)]
-    table = np.full((len(lengths), 12), -7, np.int32)
+    table = np.full((len(lengths), max(12, shared + 6)), -7, np.int32)
     for row, n in zip(table, lengths):
         count = -(-int(n) // SIZE)
         own = [next(free) for _ in range(max(0, count - shared))]
@@ -60,8 +60,8 @@ def test_the_bits_of_the_arrays(isa, rng, dtype, cascade):
 
 
 def test_shared_blocks_are_read_once(rng):
-    pool = fill(new_pool(), rng)
-    tables, _ = step(rng, 40)
+    pool = fill(new_pool(60), rng)
+    tables, _ = step(rng, 60, lengths=(1100, 1090, 1200, 0), shared=33)
     batch = pool.prepare_batch(**tables)
     together, apart = (
         pool.explain_batch(0, batch.num_tokens, batch, num_q_heads=HEADS, cascade=each).code_bytes for each in (True, False)

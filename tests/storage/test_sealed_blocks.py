@@ -310,15 +310,15 @@ def test_threads_finish_the_same_blocks():
 
 @pytest.mark.parametrize("name", SETS)
 def test_shared_prefixes_are_read_once(isa, name):
-    stream = Stream(1, 900, 32)
+    stream = Stream(1, 1400, 32)
     pool = kvfast.PagedKVCache(3, HEADS, 32, 160, dtype=SETS[name])
-    ids = np.arange(900)
-    parent = stream.feed(pool.new_sequence(), 775, 300, token_ids=ids)
-    others = [Stream(seed, 900, 32) for seed in range(50, 54)]
-    sequences = [parent, parent.fork(), parent.fork(), pool.match_prefix(ids[:600]), pool.match_prefix(ids[:775])]
+    ids = np.arange(1400)
+    parent = stream.feed(pool.new_sequence(), 1275, 300, token_ids=ids)
+    others = [Stream(seed, 1400, 32) for seed in range(50, 54)]
+    sequences = [parent, parent.fork(), parent.fork(), pool.match_prefix(ids[:1100]), pool.match_prefix(ids[:1275])]
     for sequence, other in zip(sequences[1:], others):
         other.feed(sequence, len(sequence) + 7)
-    sequences.append(Stream(60, 900, 32).feed(pool.new_sequence(), 130))
+    sequences.append(Stream(60, 1400, 32).feed(pool.new_sequence(), 130))
     counts = [1, 2, 1, 8, 3, 1]
     bounds = np.r_[0, np.cumsum(counts)]
     rng = np.random.default_rng(2)

@@ -433,7 +433,7 @@ cdef class PagedBatches:
             elif batch is not None and batch.prefixes != NULL:
                 prefixes = batch.prefixes_of(layout.rule)
             else:
-                find_prefixes(members, count, self.pool.block_size, &found)
+                find_prefixes(members, count, layout, &found)
             return answer(request, layout, self.pool.workspace, members, count, prefixes.first, prefixes.count,
                           str(self.pool.formats[number]) if request.c.q.data == NULL else None)
         finally:

@@ -65,7 +65,7 @@ cdef class PreparedBatch:
             self.num_prefixes = count
             for i in range(count):
                 self.fill(members, <int>i if i < count - 1 else -1)
-                find_prefixes(members, self.num_sequences, self.pool.block_size, self.prefixes + i)
+                find_prefixes(members, self.num_sequences, self.pool.layouts, self.prefixes + i)
         finally:
             free(members)
         return 0

@@ -167,8 +167,8 @@ typedef struct {
     KV_ALIGNED float m[KV_ROWS];
     double l[KV_ROWS];
     double noise[KV_ROWS];                        /* as in kv_softmax */
-    float factor;                                 /* the softmax scale, of words */
-    /* (rows, padded_dim) as given, x softmax scale; of words that multiply float rows as given */
+    float factor;                                 /* the softmax scale */
+    /* (rows, padded_dim) as given */
     KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];
     KV_ALIGNED float rope_queries[KV_ROWS * KV_MAX_ROPE_DIM];
     KV_ALIGNED float columns[KV_ROWS * KV_MAX_HEAD_DIM]; /* (padded_dim, rows) as given, where words multiply codes */
@@ -184,17 +184,18 @@ typedef struct {
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];
 } kv_panel;
 
-/* Keys and values of a tile, of KV_MATRIX_TILE tokens or, of codes as words, KV_TILE, as their family has them; see the
+/* Keys and values of a tile, of KV_MATRIX_TILE tokens or, of codes in the exact precision, KV_TILE, as their family has them; see the
    operands.inc.h of each. */
 typedef struct {
     kv_room *room;
     int dim, value_dim;                 /* padded, of keys and of values */
     int key_parts, rope_parts, value_parts; /* of bytes */
     int key_bf16_parts;                 /* parts of the keys in bfloat16, or 0: they are bytes */
+    int latent;                         /* whether the values are the keys */
     int rope_dim, rope_bf16_parts;      /* of the rotary part of latent rows, or 0 */
     int num_blocks;                     /* with means */
-    int block_of[KV_MATRIX_TILE / KV_LANES];
-    int folds[KV_MATRIX_TILE / KV_LANES]; /* whether queries take the scales of a block's channels */
+    int block_of[KV_TILE / KV_LANES];
+    int folds[KV_TILE / KV_LANES]; /* whether queries take the scales of a block's channels */
     float error, rope_error;            /* see error_of_unit */
     float code_size;                    /* of values; see there */
     int tile;                           /* tokens of a whole tile of codes */
@@ -205,8 +206,8 @@ typedef struct {
     KV_ALIGNED int8_t values[(KV_MATRIX_TILE * 4 + 4) * KV_MAX_HEAD_DIM]; /* of words in lines that are no multiple of a page apart */
     KV_ALIGNED int8_t rope[KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 4];
     KV_ALIGNED float rows[KV_LANES * (KV_MAX_HEAD_DIM + KV_LANES)];         /* of words: some keys before they are rounded */
-    KV_ALIGNED float key_scales[KV_MATRIX_TILE];
-    KV_ALIGNED float rope_scales[KV_MATRIX_TILE];
+    KV_ALIGNED float key_scales[KV_TILE];
+    KV_ALIGNED float rope_scales[KV_TILE];
     KV_ALIGNED float value_scales[KV_TILE];
     KV_ALIGNED float value_logs[KV_MATRIX_TILE];                            /* of the fast precision: their logarithms, base 2 */
     KV_ALIGNED int32_t key_starts[2 * KV_MATRIX_TILE], rope_starts[2 * KV_MATRIX_TILE]; /* of vectors: what sums of bytes begin with */

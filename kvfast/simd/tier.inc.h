@@ -149,6 +149,6 @@ kv_kernels KV_OF_TIER(kv_kernels, amx) = {
     .isa = "amx", KV_ATTENTION KV_TABLE
     KV_OWN_CACHES(.multiply = {KV(multiply_tiles), KV(multiply_float32)},)
     .has_matrix = 1,
-    .panels = {KV_OWN_CACHES([KV_PANELS_OF_CODES] = KV_FAMILY(tiles8, KV_MATRIX_TILE, attend_tiles8),)
+    .panels = {KV_OWN_CACHES([KV_PANELS_OF_CODES] = KV_FAMILY(tiles8, KV_TILE, attend_tiles8),)
                [KV_PANELS_OF_ROWS] = KV_FAMILY(tiles_bf16, KV_MATRIX_TILE, attend_tiles_bf16)}};
 #endif

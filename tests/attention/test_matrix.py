@@ -175,14 +175,50 @@ def test_ring_and_sinks(rng, dtype):
 
 @needs_amx
 def test_is_used(rng):
-    """More than 16 queries come out otherwise than by vectors, up to 16 nearly the same, as tiles differ; float32 stays exact."""
+    """More than 16 queries are multiplied by tiles. On codes alone they come out as by vectors; float rows are rounded."""
     q = rng.standard_normal((40, 4, 64), np.float32)
-    for dtype, exact in (("int8", False), ("int4", False), ("float16", False), ("bfloat16", False), ("float32", True)):
+    for dtype in ("int8", "k8v4", "int4-plain", "int5", "int4", "float16", "bfloat16", "float32"):
         cache = stored(rng, dtype, 400)
+        exact = dtype in ("int8", "k8v4", "int4-plain", "int5", "float32")
         many, few = cache.attend(0, q), cache.attend(0, q[-16:])
-        with kvfast.use_isa("avx512_vbmi"):
+        assert ("attend_tiles" in str(cache.explain(0, 40, num_q_heads=4))) == (dtype not in ("int5", "float32"))
+        with kvfast.use_isa("avx512"):
             assert np.array_equal(many, cache.attend(0, q)) == exact
             assert relative_error(few, cache.attend(0, q[-16:])) < (1e-6 if exact or "float" in dtype else 3e-4)
+
+
+@pytest.mark.parametrize("loud", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4-plain", "int4"])
+def test_the_number_of_rows_changes_no_bit(rng, dtype, loud):
+    """Of codes: those of INT4 have float tokens, which weigh nothing here. Loud keys are multiplied with what rounding left out."""
+    k, v = rng.standard_normal((2, 900, 2, 64), np.float32)
+    q = rng.standard_normal((100, 6, 64), np.float32) * (3 if loud else 1)
+    if loud:
+        k[..., 3] *= 30
+        k[..., 40] += 40
+        v[..., 5] *= 8
+    if dtype == "int4":
+        k[:8, :, 0], k[-300:, :, 0], q[..., 0] = -400, -400, 40
+    cache = kvfast.KVCache(1, 2, 64, dtype=dtype)
+    for start in range(0, 900, 300):
+        filled(cache, k[start : start + 300], v[start : start + 300])
+    for options in ({}, {"scale": -0.05}, {"sliding_window": 333, "softcap": 20.0}):
+        if dtype == "int4" and options:
+            continue
+        out = cache.attend(0, q, num_splits=1, **options)
+        for n in (1, 16, 17, 40):
+            assert np.array_equal(cache.attend(0, q[-n:], num_splits=1, **options), out[-n:])
+
+
+@pytest.mark.parametrize("rope_dim", [0, 16])
+@pytest.mark.parametrize("dtype", ["int8", "int4-plain"])
+def test_latent_rows_have_the_bits_of_vectors(isa, rng, dtype, rope_dim):
+    cache = kvfast.MLAKVCache(1, 80, rope_dim, dtype=dtype)
+    cache.append(0, rng.standard_normal((600, 80 + rope_dim), np.float32))
+    q = rng.standard_normal((3, 20, 80 + rope_dim), np.float32) * 3
+    with kvfast.use_isa("avx512" if isa in ("amx", *WORD_TIERS) else isa):
+        expected = cache.attend(0, q, num_splits=1)
+    assert np.array_equal(cache.attend(0, q, num_splits=1), expected)
 
 
 @pytest.mark.parametrize("isa", WORD_TIERS)

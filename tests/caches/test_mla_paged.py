@@ -46,7 +46,7 @@ def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, bloc
 @pytest.mark.parametrize("heads", [4, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shared_prefixes_are_read_once(isa, rng, dtype, heads):
-    pool = new_pool(dtype=dtype)
+    pool = new_pool(100, dtype=dtype)
     system = fill(pool.new_sequence(), rng, 2100)
     sequences = [system.fork() for _ in range(3)] + [fill(pool.new_sequence(), rng, 90)]
     counts, bounds = [1, 2, 1, 1], [0, 1, 3, 4, 5]

@@ -31,20 +31,20 @@ static void KV(transpose_lines)(const int8_t *lines, int8_t *out)
     }
 }
 
-/* The sum, or the maximum, of each of 16 rows of 16 floats. */
+/* The sum, or the maximum, of each of 16 rows of 16 floats, in the order of vf_hsum. */
 static inline __attribute__((always_inline)) vf KV(reduce_rows)(const float *rows, const int maximum)
 {
 #define JOIN(x, y) (maximum ? vf_max(x, y) : vf_add(x, y))
     vf a[16];
-    for (int i = 0; i < 16; i++) a[i] = vf_load(rows + 16 * i);
     /* Row r ends up in lane r: bits 3 and 2 of r choose the 128-bit lane, bits 1 and 0 the place in it. */
+    for (int i = 0; i < 16; i++) a[i % 4 * 4 + i / 4] = vf_load(rows + 16 * i);
     for (int i = 0; i < 16; i += 2)
-        a[i / 2] = JOIN(_mm512_unpacklo_ps(a[i], a[i + 1]), _mm512_unpackhi_ps(a[i], a[i + 1]));
+        a[i / 2] = JOIN(_mm512_shuffle_f32x4(a[i], a[i + 1], 0x44), _mm512_shuffle_f32x4(a[i], a[i + 1], 0xEE));
     for (int i = 0; i < 8; i += 2)
-        a[i / 2] = JOIN(_mm512_shuffle_ps(a[i], a[i + 1], 0x44), _mm512_shuffle_ps(a[i], a[i + 1], 0xEE));
-    for (int i = 0; i < 4; i += 2)
         a[i / 2] = JOIN(_mm512_shuffle_f32x4(a[i], a[i + 1], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 1], 0xDD));
-    return JOIN(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xDD));
+    for (int i = 0; i < 4; i += 2)
+        a[i / 2] = JOIN(_mm512_shuffle_ps(a[i], a[i + 1], 0x44), _mm512_shuffle_ps(a[i], a[i + 1], 0xEE));
+    return JOIN(_mm512_shuffle_ps(a[0], a[1], 0x88), _mm512_shuffle_ps(a[0], a[1], 0xDD));
 #undef JOIN
 }
 
@@ -105,25 +105,23 @@ static void KV(load_block_statistics)(const kv_side *side, const char *block, fl
     }
 }
 
-/* Replaces `count` vectors, at most 8, by 2^x for -126 <= x <= 0; 0 below, and NaN for NaN. Interpolates 2^r, r = x - floor(x), in the
-   Chebyshev nodes of 0 to 1 (relative error 3.5e-6, a fifth of the activations' rounding). Each step is taken for all vectors before
-   the next, as a processor does not look far enough ahead to overlap them. */
-static inline __attribute__((always_inline)) void KV(exp2_of_scores)(vf *x, const int count)
+/* The factors that make rows integers whose largest is `most`. */
+static inline vf KV(inverse_of)(vf most, vf largest)
 {
-    const float factors[] = {0.0136703094f, 0.0517449975f, 0.241604358f, 0.692972898f, 1.00000346f};
-    vf r[8], y[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < count; i++) r[i] = _mm512_reduce_ps(x[i], _MM_FROUND_TO_NEG_INF), y[i] = vf_set1(factors[0]);
-#pragma GCC unroll 4
-    for (int factor = 1; factor < 5; factor++)
-#pragma GCC unroll 8
-        for (int i = 0; i < count; i++) y[i] = vf_fma(y[i], r[i], vf_set1(factors[factor]));
-#pragma GCC unroll 8
-    for (int i = 0; i < count; i++)
-        x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x[i], vf_set1(-126.0f), _CMP_NLT_UQ), y[i], x[i]);
+    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, vf_set1(0x1p-100f), _CMP_GT_OQ), most, largest);
 }
 
-/* Replaces `count` vectors, at most 8, by the bits of KV(exp), step by step as above. */
+/* Adds the weights of a tile to those of a panel's rows. NaN where all scores that a row sees are beyond float32. */
+static inline void KV(add_weights)(kv_panel *panel, const float *rescale, vf sums)
+{
+    KV_ALIGNED float sum[KV_ROWS];
+    const __mmask16 blind = _mm512_cmp_ps_mask(vf_load(panel->m), vf_set1(-INFINITY), _CMP_EQ_OQ);
+    vf_store(sum, _mm512_mask_mov_ps(sums, blind & _mm512_cmplt_epi32_mask(vi_load(panel->start), vi_load(panel->stop)), vf_set1(NAN)));
+    for (int r = 0; r < KV_ROWS; r++) panel->l[r] = panel->l[r] * (double)rescale[r] + (double)sum[r];
+}
+
+/* Replaces `count` vectors, at most 8, by the bits of KV(exp). Each step is taken for all vectors before the next, as a processor does
+   not look far enough ahead to overlap them. */
 static inline __attribute__((always_inline)) void KV(exp_of_scores)(vf *x, const int count)
 {
     const float factors[] = {0.00967603177f, 0.0555035695f, 0.240221068f, 0.693147182f, 1.00000012f};

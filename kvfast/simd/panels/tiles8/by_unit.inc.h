@@ -126,6 +126,14 @@ static inline __attribute__((always_inline)) void KV(add_products)(
     const ptrdiff_t part = TOKEN_TILES * TILE_BYTES;
     const int8_t *values = operands->values + begin * KV_LANES;
     x += begin * KV_ROWS;
+    if (tiles > 2) { /* of one part; the sums of a lane tile behind the last are not used */
+        for (int lane = 0; lane < lanes + 2; lane += 2) {
+            if (lane < lanes) KV(multiply_pair)(values + lane * part, part, x, part, tiles, sums + (lane & 2));
+            for (int done = lane - 2; done >= 0 && done < lane && done < lanes; done++)
+                KV(add_lane_tile)(sums + (done & 3), 1, unit, rescale, panel->acc + done * (KV_ROWS * KV_LANES));
+        }
+        return;
+    }
     KV(hold)(x, part, tiles);
     for (int lane = 0; lane <= lanes; lane++) {
         if (lane < lanes)

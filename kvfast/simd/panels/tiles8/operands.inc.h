@@ -1,10 +1,11 @@
-/* Lays out keys and values of up to KV_MATRIX_TILE tokens as operands: lane tiles of 16 lanes by 64 depths, in int8, values in one or
+/* Lays out keys and values of a tile as operands: lane tiles of 16 lanes by 64 depths, in int8, values in one or
    two parts; see products.inc.h. */
 
 enum {
     TILE_DEPTH = 64,
     TILE_BYTES = KV_ROWS * TILE_DEPTH,
-    TOKEN_TILES = KV_MATRIX_TILE / TILE_DEPTH,
+    TILE_TOKENS = KV_FAST ? KV_MATRIX_TILE : KV_TILE, /* the most; of float rows KV_MATRIX_TILE */
+    TOKEN_TILES = TILE_TOKENS / TILE_DEPTH,
 };
 
 /* Goes before loads of tiles and of their configuration: gcc 12 does not know that these read what `p` points to. */
@@ -172,7 +173,7 @@ static void KV(load_key_lanes)(const kv_side *side, const kv_tile *tile, int8_t 
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
-    for (int t = kv_whole_lanes(tile->count); t < KV_MATRIX_TILE; t += KV_LANES) vf_store(scales + t, vf_set1(0.0f));
+    for (int t = kv_whole_lanes(tile->count); t < TILE_TOKENS; t += KV_LANES) vf_store(scales + t, vf_set1(0.0f));
 }
 
 /* Loads keys, codes of one part or float rows, (16 tokens, parts, padded_dim / 64, 16 lines, 64); returns the number of parts. */
@@ -201,7 +202,7 @@ static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_ope
 {
     const ptrdiff_t *block = tile->at;
     int i = -1;
-    for (int t = 0, slot = tile->first; t < KV_MATRIX_TILE; t += KV_LANES) {
+    for (int t = 0, slot = tile->first; t < TILE_TOKENS; t += KV_LANES) {
         if (t < tile->count && (t == 0 || slot == 0)) {
             const char *at = tile->base + *block;
             i++;
@@ -225,10 +226,10 @@ static void KV(transpose_keys)(const kv_tile *tile, kv_operands *operands)
         for (int t = 0; t < tokens; t += KV_LANES)
             KV(transpose_square)(operands->keys + t / KV_LANES * tiles * TILE_BYTES + d * KV_LANES,
                                  operands->values + d / KV_LANES * (TOKEN_TILES * TILE_BYTES) + t * KV_LANES);
-    for (int t = 0; t < KV_MATRIX_TILE; t++) operands->value_scales[t] = t < tile->count ? operands->key_scales[t] : 0.0f;
+    for (int t = 0; t < TILE_TOKENS; t++) operands->value_scales[t] = t < tile->count ? operands->key_scales[t] : 0.0f;
 }
 
-/* Loads values: (padded_dim / 16, parts, KV_MATRIX_TILE / 64, 16 lines, 64). Tokens beyond the count get scale 0. */
+/* Loads values: (padded_dim / 16, parts, TOKEN_TILES, 16 lines, 64). Tokens beyond the count get scale 0. */
 static void KV(load_values)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
     const int depth = KV_DEPTHS(side->dtype);
@@ -254,6 +255,6 @@ static void KV(load_values)(const kv_side *side, const kv_tile *tile, kv_operand
         t += here;
         slot = 0;
     }
-    for (int t = tile->count; t < KV_MATRIX_TILE; t++) operands->value_scales[t] = 0.0f;
+    for (int t = tile->count; t < TILE_TOKENS; t++) operands->value_scales[t] = 0.0f;
 }
 

@@ -1,5 +1,5 @@
-/* Attention of many query rows in tiles. Panels of 16 query rows read the keys and values of KV_MATRIX_TILE tokens, which are laid out
-   once as operands for all panels. The softmax is corrected once for every KV_MATRIX_TILE tokens.
+/* Attention of many query rows in tiles. Panels of 16 query rows read the keys and values of a tile, which are laid out once as operands
+   for all panels. The softmax is corrected once for these tokens.
 
    Codes, and values of float rows next to codes, are multiplied as integers, products.inc.h. A matrix unit multiplies keys of
    these float rows in bfloat16, tiles_bf16/products.inc.h, and so keys and values of caches of float16 or bfloat16 (`bf16`). */
@@ -70,6 +70,7 @@ static void KV(load_all_keys)(const kv_side *k, const kv_side *v, const kv_tile 
                               kv_operands *operands)
 {
     const int has_rope = v->as_keys && v->padded_dim;
+    operands->latent = v->as_keys;
     operands->dim = k->padded_dim;
     operands->value_dim = v->as_keys ? k->padded_dim : v->padded_dim;
     operands->rope_dim = has_rope ? v->padded_dim : 0;
@@ -90,7 +91,8 @@ static void KV(attend_tiles8)(const kv_side *k, const kv_side *v, const kv_tile 
 {
     const kv_side *from = v->as_keys ? k : v;
     KV(load_all_keys)(k, v, keys, values, operands);
-    operands->code_size = KV_CODE_SIZE(from->dtype);
+    /* Vectors read latent rows as INT8, whose codes are 16 times those of INT4. */
+    operands->code_size = v->as_keys && from->dtype == KV_INT4 ? KV_CODE_SIZE(KV_INT8) / 16 : KV_CODE_SIZE(from->dtype);
     if (v->as_keys && k->family != KV_FLOAT_ROWS) KV(transpose_keys)(keys, operands);
     else KV(load_values)(from, v->as_keys ? keys : values, operands);
 #if KV_FAST

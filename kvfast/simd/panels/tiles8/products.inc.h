@@ -1,12 +1,13 @@
 /* Products of bytes: 16 rows of activations by 16 lanes over 64 depths. The matrix unit takes them at once, by_unit.inc.h; for the fast
-   precision vectors do, too, by_vectors.inc.h. The keys and values of KV_MATRIX_TILE tokens, operands.inc.h, are
+   precision vectors do, too, by_vectors.inc.h. The keys and values of a tile, operands.inc.h, are
 
      of 1 part    codes minus their bias, of the fast precision with their channels' scales (scale_codes): they are multiplied by the
                   activations' high and low parts
      of 2 parts   16-bit integers 256 x high + low, for what is stored as floats: high x high, high x low and
                   low x high are multiplied; the low parts' product, 2^-16 of the whole, is left out
 
-   The sums over these tokens stay integers. With 1 part they are exact as in activations.inc.h. With 2 parts, in units of 256,
+   The sums over these tokens stay integers. With 1 part they are exact as in activations.inc.h, and scores, weights and sums of values
+   are computed in the same order: in the exact precision, rows on codes have the bits that vectors give them. With 2 parts, in units of 256,
        |sum v x| / 256 <= 128 * 32639 * 32639 / 256 = 532 654 500 < 2^31, and what is left out is
    at most 64 * 128.
 
@@ -36,17 +37,14 @@ static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int
     }
 }
 
-/* Prepares 16 query rows: times the softmax scale, as integers with their units, and in bfloat16. */
-static void KV(prepare_rows)(const float *rows, int n, float factor, float *scaled, float *unit, float *inverse,
-                             int8_t *parts, int8_t *words)
+/* Prepares 16 query rows: as integers with their units, and times the softmax scale in bfloat16, which multiplies float rows. */
+static void KV(prepare_rows)(const float *rows, int n, float factor, int floats, float *unit, float *inverse, int8_t *parts,
+                             int8_t *words)
 {
-    for (int r = 0; r < KV_ROWS; r++, rows += n, scaled += n) {
-        KV(scale_row)(rows, n, factor, NULL, scaled);
-        const float largest = kv_bits_float((uint32_t)KV(max_magnitude_bits)(scaled, n));
-        inverse[r] = KV_INVERSE(largest);
-        unit[r] = largest / KV_MAX_ACTIVATION;
-        KV(cut_query)(scaled, n, vf_set1(inverse[r]), r, parts);
-        if (KV_TILE_UNIT) KV(cut_query_bf16)(scaled, n, vf_set1(1.0f), r, words);
+    KV(find_units)(rows, n, KV_ROWS, factor, inverse, unit);
+    for (int r = 0; r < KV_ROWS; r++, rows += n) {
+        KV(cut_query)(rows, n, vf_set1(inverse[r]), r, parts);
+        if (KV_TILE_UNIT && floats) KV(cut_query_bf16)(rows, n, vf_set1(factor), r, words);
     }
 }
 
@@ -54,11 +52,14 @@ static void KV(prepare_rows)(const float *rows, int n, float factor, float *scal
 static void KV(prepare_tiles8)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                               float factor, int mixed, kv_panel *panel)
 {
-    (void)mixed;
-    KV(prepare_rows)(rows, side->padded_dim, factor, panel->queries, panel->unit, panel->inverse, panel->parts, panel->words);
-    if (rope)
-        KV(prepare_rows)(rope_rows, rope->padded_dim, factor, panel->rope_queries, panel->rope_unit, panel->rope_inverse,
-                         panel->rope_parts, panel->rope_words);
+    panel->factor = factor;
+    memcpy(panel->queries, rows, KV_ROWS * (size_t)side->padded_dim * sizeof(float));
+    KV(prepare_rows)(rows, side->padded_dim, factor, mixed || side->family == KV_FLOAT_ROWS, panel->unit, panel->inverse, panel->parts,
+                     panel->words);
+    if (!rope) return;
+    memcpy(panel->rope_queries, rope_rows, KV_ROWS * (size_t)rope->padded_dim * sizeof(float));
+    KV(prepare_rows)(rope_rows, rope->padded_dim, factor, mixed || rope->family == KV_FLOAT_ROWS, panel->rope_unit,
+                     panel->rope_inverse, panel->rope_parts, panel->rope_words);
 }
 
 /* Sums of a lane tile, 16 rows x 16 lanes. */
@@ -91,7 +92,14 @@ typedef struct {
     kv_room *room;
 } KV(key_products);
 
-enum { SETS, ADDS, REFINES }; /* what becomes of scores: they are written, added to others, or added where the rounding matters */
+enum { SETS, REFINES }; /* what becomes of scores: they are written, or added to others where the rounding matters */
+
+/* By how much the errors of row r's scores of 16 tokens, which have these scales, are above the largest that may be left. */
+static inline vf KV(excess_of)(const KV(key_products) *p, vf scales, const float *scores, int r)
+{
+    const vf size = vf_mul(scales, vf_set1(__builtin_fabsf(p->unit[r]) * p->error));
+    return vf_sub(size, KV(least_errors)(vf_load(scores), vf_set1(p->most[r])));
+}
 
 /* Turns the sums of a lane tile, 16 tokens, into scores. */
 static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_products) *p, const KV(lane_sums) *done, int lane,
@@ -99,13 +107,12 @@ static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_pr
 {
     const vf scale = vf_load(p->scales + lane * KV_LANES);
     float *row = scores + lane * KV_LANES;
-    for (int r = 0; r < KV_ROWS; r++, row += KV_MATRIX_TILE) {
+    for (int r = 0; r < KV_ROWS; r++, row += TILE_TOKENS) {
         const vf total = KV(total)(done, r, p->parts), factor = vf_mul(scale, vf_set1(p->unit[r]));
         if (use == REFINES) {
-            const vf excess = vf_sub(vf_mul(factor, vf_set1(p->error)), KV(least_errors)(vf_load(row), vf_set1(p->most[r])));
-            vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_mul(total, factor), excess, 0.0f)));
-        } else if (use == ADDS) vf_store(row, vf_fma(total, factor, vf_load(row)));
-        else if (shifts) vf_store(row, vf_fma(total, factor, vf_set1(p->shift[r])));
+            const vf rest = vf_zero_below(vf_mul(total, factor), KV(excess_of)(p, scale, row, r), 0.0f);
+            vf_store(row, vf_fma(rest, vf_set1(0.5f / KV_MAX_ACTIVATION), vf_load(row)));
+        } else if (shifts) vf_store(row, vf_fma(total, factor, vf_set1(p->shift[r])));
         else vf_store(row, vf_mul(total, factor));
     }
 }

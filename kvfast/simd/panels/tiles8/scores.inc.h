@@ -9,9 +9,8 @@ static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *p
     (void)rows, (void)inverse, (void)scale;
     for (int lane = first; lane < last; lane++)
         for (int r = 0; r < KV_ROWS; r++) {
-            float *row = scores + r * KV_MATRIX_TILE + lane * KV_LANES;
-            const vf size = vf_mul(vf_load(p->scales + lane * KV_LANES), vf_set1(p->unit[r] * p->error));
-            const vf excess = vf_sub(size, KV(least_errors)(vf_load(row), vf_set1(p->most[r])));
+            float *row = scores + r * TILE_TOKENS + lane * KV_LANES;
+            const vf excess = KV(excess_of)(p, vf_load(p->scales + lane * KV_LANES), row, r);
             vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_set1(NAN), excess, 0.0f)));
         }
 }
@@ -23,14 +22,14 @@ static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *r
 {
     typedef struct { KV_ALIGNED int8_t x[KV_ROWS * KV_MAX_HEAD_DIM * 2]; } rest;
     int8_t *const x = KV_IN(rounded->room->again, rest)->x;
-    float left[KV_MAX_HEAD_DIM], unit[KV_ROWS], least[KV_ROWS];
+    float left[KV_MAX_HEAD_DIM], least[KV_ROWS];
     KV(key_products) p = *rounded;
     int begin = last, end = first; /* lane tiles with scores that may count; pairs of them, as score_lanes wants */
-    for (int r = 0; r < KV_ROWS; r++) least[r] = KV(least_score)(p.error * scale * p.unit[r], p.most[r]);
+    for (int r = 0; r < KV_ROWS; r++) least[r] = KV(least_score)(p.error * scale * __builtin_fabsf(p.unit[r]), p.most[r]);
     for (int lane = first; lane < last; lane++) {
         vf above = vf_set1(-1.0f);
         for (int r = 0; r < KV_ROWS; r++)
-            above = vf_max(above, vf_sub(vf_load(scores + r * KV_MATRIX_TILE + lane * KV_LANES), vf_set1(least[r])));
+            above = vf_max(above, vf_sub(vf_load(scores + r * TILE_TOKENS + lane * KV_LANES), vf_set1(least[r])));
         if (vf_hmax(above) < 0.0f) continue;
         begin = begin < last ? begin : lane - (lane - first) % 2;
         end = lane + 2 - (lane - first) % 2;
@@ -40,22 +39,21 @@ static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *r
     for (int r = 0; r < KV_ROWS; r++) {
         KV(leave_rounding)(rows + r * p.dim, 0, 1, p.dim, inverse + r, left);
         KV(cut_query)(left, p.dim, vf_set1(1.0f), r, x);
-        unit[r] = p.unit[r] * (0.5f / KV_MAX_ACTIVATION);
     }
-    p.x = x, p.unit = unit, p.error *= 2.0f * KV_MAX_ACTIVATION;
+    p.x = x;
     KV(score_lanes)(&p, begin, end, scores, 0, REFINES);
 }
 #endif
 
 /* Scores of the lane tiles first to last, from rows that are cut as p describes. */
 static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_products) *p, const float *rows, const float *inverse,
-                                                                 int first, int last, float *scores, const int shifts, const int use)
+                                                                 int first, int last, float *scores, const int shifts)
 {
     vf scales = vf_set1(0.0f);
-    KV(score_lanes)(p, first, last, scores, shifts, use);
+    KV(score_lanes)(p, first, last, scores, shifts, SETS);
     for (int lane = first; lane < last; lane++) scales = vf_max(scales, vf_load(p->scales + lane * KV_LANES));
     const float scale = vf_hmax(scales);
-    if (vf_hmax(vf_load(p->unit)) * scale * p->error * 1.001f >= KV_LEAST_ERROR)
+    if (vf_hmax(vf_abs(vf_load(p->unit))) * scale * p->error * 1.001f >= KV_LEAST_ERROR)
         KV(refine_lanes)(p, rows, inverse, scale, first, last, scores);
 }
 
@@ -66,10 +64,12 @@ typedef struct {
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];
 } KV(folded_panel);
 
-/* What the task's room holds while a panel reads a tile: scores, then weights; weights in the order of the matrix unit. */
+/* What the task's room holds while a panel reads a tile: scores, then weights, and those of the rotary part of latent rows; weights in
+   the order of the matrix unit. */
 typedef struct {
-    KV_ALIGNED float scores[KV_ROWS * KV_MATRIX_TILE];
-    KV_ALIGNED int8_t x[2 * BF16_TOKEN_TILES * TILE_BYTES];
+    KV_ALIGNED float scores[KV_ROWS * TILE_TOKENS];
+    KV_ALIGNED float rope_scores[KV_ROWS * TILE_TOKENS];
+    KV_ALIGNED int8_t x[KV_ROWS * KV_MATRIX_TILE * 4]; /* of codes two bytes for each of 2 KV_MATRIX_TILE tokens, in bfloat16 two parts */
     KV(folded_panel) folded;
     KV(lane_sums) sums[4];
 } KV(panel_room);
@@ -88,7 +88,7 @@ static __attribute__((noinline)) void KV(fold_panel)(const kv_operands *operands
         for (ptrdiff_t c = 0; c < n; c += W) KV_FOR4(i, 4, sum[i] = vf_fma(vf_load(row + i * n + c), vf_load(means + c), sum[i]););
         KV_FOR4(i, 4, vf_store(lanes + (r + i) * W, sum[i]););
     }
-    vf_store(folded->shift, KV(reduce_rows)(lanes, 0));
+    vf_store(folded->shift, vf_mul(KV(reduce_rows)(lanes, 0), vf_set1(panel->factor)));
     if (!operands->folds[block]) return;
     row = panel->queries;
     for (int r = 0; r < KV_ROWS; r++, row += n) {
@@ -101,8 +101,8 @@ static __attribute__((noinline)) void KV(fold_panel)(const kv_operands *operands
         vf_store(lanes + r * W, largest);
     }
     const vf top = KV(reduce_rows)(lanes, 1);
-    vf_store(folded->unit, vf_mul(top, vf_set1(1.0f / KV_MAX_ACTIVATION)));
-    vf_store(folded->inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_ACTIVATION), top), top, 0x1p-100f));
+    vf_store(folded->unit, vf_mul(top, vf_set1(panel->factor * (1.0f / KV_MAX_ACTIVATION))));
+    vf_store(folded->inverse, KV(inverse_of)(vf_set1(KV_MAX_ACTIVATION), top));
     for (int r = 0; r < KV_ROWS; r++)
         KV(cut_query)(folded->rows + r * n, (int)n, vf_set1(folded->inverse[r]), r, folded->parts);
 }
@@ -111,11 +111,11 @@ static __attribute__((noinline)) void KV(fold_panel)(const kv_operands *operands
 static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
 {
     const int first = begin / KV_LANES, last = end / KV_LANES;
-    const float *most = operands->rope_dim || kv_bends(&panel->options) ? KV(no_scores) : panel->m;
+    const float *most = operands->latent || kv_bends(&panel->options) ? KV(no_scores) : panel->m;
     KV(key_products) p = {operands->keys, panel->parts, operands->dim, operands->key_parts, operands->key_starts, operands->key_scales,
                           panel->unit, NULL, most, operands->error, operands->room};
     KV(folded_panel) *const folded = &KV_IN(operands->room->pass, KV(panel_room))->folded;
-    if (operands->num_blocks == 0) KV(score_rows)(&p, panel->queries, panel->inverse, first, last, scores, 0, SETS);
+    if (operands->num_blocks == 0) KV(score_rows)(&p, panel->queries, panel->inverse, first, last, scores, 0);
     for (int lane = first, stop; operands->num_blocks && lane < last; lane = stop) {
         for (stop = lane + 1; stop < last && operands->block_of[stop] == operands->block_of[lane];) stop++;
         const int block = operands->block_of[lane], folds = operands->folds[block];
@@ -123,8 +123,7 @@ static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel,
         p.shift = folded->shift;
         p.x = folds ? folded->parts : panel->parts;
         p.unit = folds ? folded->unit : panel->unit;
-        KV(score_rows)(&p, folds ? folded->rows : panel->queries, folds ? folded->inverse : panel->inverse, lane, stop, scores, 1,
-                       SETS);
+        KV(score_rows)(&p, folds ? folded->rows : panel->queries, folds ? folded->inverse : panel->inverse, lane, stop, scores, 1);
     }
 }
 
@@ -133,5 +132,9 @@ static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *pan
 {
     const KV(key_products) p = {operands->rope, panel->rope_parts, operands->rope_dim, operands->rope_parts, operands->rope_starts,
                                 operands->rope_scales, panel->rope_unit, NULL, KV(no_scores), operands->rope_error, operands->room};
-    KV(score_rows)(&p, panel->rope_queries, panel->rope_inverse, begin / KV_LANES, end / KV_LANES, scores, 0, ADDS);
+    float *const rope = KV_IN(operands->room->pass, KV(panel_room))->rope_scores;
+    KV(score_rows)(&p, panel->rope_queries, panel->rope_inverse, begin / KV_LANES, end / KV_LANES, rope, 0);
+    for (int r = 0; r < KV_ROWS; r++)
+        for (int t = r * TILE_TOKENS + begin; t < r * TILE_TOKENS + end; t += W)
+            vf_store(scores + t, vf_add(vf_load(scores + t), vf_load(rope + t)));
 }

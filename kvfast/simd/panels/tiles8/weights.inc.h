@@ -1,4 +1,4 @@
-/* What turns scores of 16 query rows and KV_MATRIX_TILE tokens into weights begins with: masks and maxima. */
+/* What turns scores of 16 query rows and a tile's tokens into weights begins with: masks and maxima. */
 
 /* Applies softcap and ALiBi, and masks the tokens that a row may not see. */
 static inline void KV(bend_row)(const kv_panel *panel, int r, int64_t position, int begin, int end, float *scores)
@@ -33,7 +33,7 @@ static inline __attribute__((always_inline)) vf KV(find_maxima)(const kv_operand
     KV_ALIGNED float most[2][KV_ROWS * W];
     const vf none = vf_set1(-INFINITY), log2e = vf_set1(1.44269504f);
     for (int r = 0; r < KV_ROWS; r++) {
-        float *row = scores + r * KV_MATRIX_TILE;
+        float *row = scores + r * TILE_TOKENS;
         for (int d = 0; d < operands->value_dim; d += 16) __builtin_prefetch(panel->acc + r * operands->value_dim + d, 1, 3);
         KV(bend_row)(panel, r, position, begin, end, row);
         vf a = none, b = none, far[2] = {none, none};
@@ -58,12 +58,4 @@ static inline __attribute__((always_inline)) vf KV(find_maxima)(const kv_operand
     vf_store(correction->rescale, _mm512_mask_mov_ps(KV(exp)(vf_sub(before, from)), same, vf_set1(1.0f)));
     correction->changed = (uint16_t)~same;
     return from;
-}
-
-/* Adds the weights of a tile to those of the panel's rows. */
-static inline void KV(add_weights)(kv_panel *panel, const KV(correction) *correction, vf sums)
-{
-    KV_ALIGNED float sum[KV_ROWS];
-    vf_store(sum, sums);
-    for (int r = 0; r < KV_ROWS; r++) panel->l[r] = panel->l[r] * (double)correction->rescale[r] + (double)sum[r];
 }

@@ -43,7 +43,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const vf power = vf_sub(vf_set1(6.977f), vf_max(vf_sub(reach, top), vf_set1(-100.0f)));
     vf_store(base, vf_sub(power, top));
     for (int r = 0; r < KV_ROWS; r++) {
-        const float *row = scores + r * KV_MATRIX_TILE;
+        const float *row = scores + r * TILE_TOKENS;
         vf total = vf_set1(0.0f);
         for (int t = begin; t < end; t += TILE_DEPTH) {
             vf weight[4];
@@ -60,6 +60,6 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
         vf_store(sums + r * W, total);
     }
     const vf unit = vf_mul(KV(exp)(vf_mul(power, vf_set1(-0.693147181f))), KV(exp)(vf_sub(here, from)));
-    KV(add_weights)(panel, correction, vf_mul(KV(reduce_rows)(sums, 0), unit));
+    KV(add_weights)(panel, correction->rescale, vf_mul(KV(reduce_rows)(sums, 0), unit));
     vf_store(correction->unit, unit);
 }

@@ -10,7 +10,6 @@
    An instruction sums 16 products of even and 16 of odd depths, each rounded to nearest, adds these two sums, and
    adds the result to the tile: n depths add an error of at most (17 + 3 n / 32) x 2^-24 of the sum of all |products|.
    Numbers below 2^-126 count as 0. bfloat16 can hold such numbers, float16 cannot.
-   The exponential of weights.inc.h adds 3.5e-6 of a weight.
 
    Measured against float64 (1,500 tokens, 16 to 512 dims): on rows from a normal distribution outputs are off by 4e-6
    relative in bfloat16 and 5.5e-6 in float16, the worst by 1.2e-5. If every 13th channel is 10 times the others, so

@@ -45,10 +45,10 @@ static void KV(score_bf16)(const kv_operands *operands, const kv_panel *panel, i
     KV_SETTLE(scores);
     for (int t = begin; t < end; t += 4 * KV_LANES) {
         if (adds) {
-            _tile_loadd(0, scores + t, KV_MATRIX_TILE * 4);
-            _tile_loadd(1, scores + t + KV_LANES, KV_MATRIX_TILE * 4);
-            _tile_loadd(2, scores + t + 2 * KV_LANES, KV_MATRIX_TILE * 4);
-            _tile_loadd(3, scores + t + 3 * KV_LANES, KV_MATRIX_TILE * 4);
+            _tile_loadd(0, scores + t, TILE_TOKENS * 4);
+            _tile_loadd(1, scores + t + KV_LANES, TILE_TOKENS * 4);
+            _tile_loadd(2, scores + t + 2 * KV_LANES, TILE_TOKENS * 4);
+            _tile_loadd(3, scores + t + 3 * KV_LANES, TILE_TOKENS * 4);
         } else {
             _tile_zero(0);
             _tile_zero(1);
@@ -59,10 +59,10 @@ static void KV(score_bf16)(const kv_operands *operands, const kv_panel *panel, i
         if (rope_parts)
             KV(multiply_bf16)(operands->rope + t / KV_LANES * rope_stride, rope_stride, rope_part, rope_parts, 4,
                                 panel->rope_words, rope_part, rope_tiles);
-        _tile_stored(0, scores + t, KV_MATRIX_TILE * 4);
-        _tile_stored(1, scores + t + KV_LANES, KV_MATRIX_TILE * 4);
-        _tile_stored(2, scores + t + 2 * KV_LANES, KV_MATRIX_TILE * 4);
-        _tile_stored(3, scores + t + 3 * KV_LANES, KV_MATRIX_TILE * 4);
+        _tile_stored(0, scores + t, TILE_TOKENS * 4);
+        _tile_stored(1, scores + t + KV_LANES, TILE_TOKENS * 4);
+        _tile_stored(2, scores + t + 2 * KV_LANES, TILE_TOKENS * 4);
+        _tile_stored(3, scores + t + 3 * KV_LANES, TILE_TOKENS * 4);
     }
 }
 

@@ -188,8 +188,8 @@ static inline __attribute__((always_inline)) void KV(attend_words16)(
     if (has_rope)
         KV(load_sides)(v, values, wanted, operands->means + 2 * KV_MAX_HEAD_DIM, operands->rope, KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 2,
                        operands, room->rope, rope_loaded, of_codes);
-    const KV(word_tile) tiles[2] = {{k_loaded[0], rope_loaded[0], operands->tile, operands->room},
-                                    {k_loaded[1], rope_loaded[1], operands->tile, operands->room}};
+    const KV(word_tile) tiles[2] = {{k_loaded[0], rope_loaded[0], operands->tile, v->as_keys, operands->room},
+                                    {k_loaded[1], rope_loaded[1], operands->tile, v->as_keys, operands->room}};
     operands->value_dim = from->padded_dim;
     const kv_tile *from_tile = v->as_keys ? keys : values;
     if (of_codes && from->family != KV_FLOAT_ROWS) KV(load_value_codes)(from, from_tile, v->as_keys, operands);

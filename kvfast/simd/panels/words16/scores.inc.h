@@ -16,12 +16,6 @@ static inline void KV(put_word_pair)(vi a, vi b, int8_t *out)
     _mm512_store_si512(out, _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16)));
 }
 
-/* The factors that make rows integers whose largest is `largest`. */
-static inline vf KV(inverse_of)(vf most, vf largest)
-{
-    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, vf_set1(0x1p-100f), _CMP_GT_OQ), most, largest);
-}
-
 /* Prepares 16 rows of n floats as the integers of find_units and put_activations, which multiply codes; and as columns, (n, 16). */
 static void KV(prepare_code_lane)(const float *rows, int n, float factor, int8_t *words, float *unit, float *inverse, float *columns)
 {
@@ -322,13 +316,14 @@ static void KV(refine_codes)(const KV(word_keys) *keys, const KV(word_folded) *f
 typedef struct {
     const KV(word_keys) *keys, *rope;
     int whole; /* tokens of a whole tile of codes */
+    int latent;
     kv_room *room;
 } KV(word_tile);
 
 /* Whether scores of a panel's rows are sums of products alone, and not a part of them. */
 static inline int KV(has_scores)(const KV(word_tile) *tile, const kv_panel *panel)
 {
-    return !tile->rope && !kv_bends(&panel->options);
+    return !tile->latent && !kv_bends(&panel->options);
 }
 
 /* The largest scores before a tile of a panel's rows, as least_errors needs them. */

@@ -113,7 +113,6 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
     vf_store(w->rescale, _mm512_mask_mov_ps(KV(exp)(vf_sub(before, base)), same, vf_set1(1.0f)));
     w->changed = (uint16_t)~same;
     vf_store(panel->m, now);
-    KV_ALIGNED float sums[KV_ROWS];
     vf lanes[KV_LANES];
     for (int i = 0; i < KV_LANES; i++) lanes[i] = zero;
     const int group = operands->group, groups = group < KV_TILE ? KV_MATRIX_TILE / group : 1;
@@ -148,9 +147,6 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
         vf_store(w->inverse[g], groups == 1 ? KV(inverse_of)(vf_set1(KV_MAX_WEIGHT), top)
                                             : KV(inverse_of)(vf_set1(1.0f), vf_max(unit, of_sum)));
     }
-    vf_store(sums, KV(sum_lanes)(lanes));
-    for (int r = 0; r < KV_ROWS; r++) panel->l[r] = panel->l[r] * (double)w->rescale[r] + (double)sums[r];
-    for (int r = 0; r < KV_ROWS && blind; r++) /* all scores that it sees are beyond float32 */
-        if (blind >> r & 1 && panel->start[r] < panel->stop[r]) panel->l[r] = (double)NAN;
+    KV(add_weights)(panel, w->rescale, KV(sum_lanes)(lanes));
     KV(add_noise)(panel, operands, w, all, groups);
 }

@@ -190,7 +190,7 @@ def test_is_used(rng):
 @pytest.mark.parametrize("loud", [False, True])
 @pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4-plain", "int4"])
 def test_the_number_of_rows_changes_no_bit(rng, dtype, loud):
-    """Of codes: those of INT4 have float tokens, which weigh nothing here. Loud keys are multiplied with what rounding left out."""
+    """On codes. INT4 has float tokens, which weigh nothing here. Loud keys are multiplied with what rounding left out."""
     k, v = rng.standard_normal((2, 900, 2, 64), np.float32)
     q = rng.standard_normal((100, 6, 64), np.float32) * (3 if loud else 1)
     if loud:

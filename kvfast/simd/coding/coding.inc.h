@@ -15,18 +15,23 @@ static inline __attribute__((always_inline)) void KV(fit4)(const float *row, ptr
                                                            float *squares)
 {
     vf inverse[4], product[4], square[4];
-    KV_FOR4(k, 4, inverse[k] = product[k] = square[k] = vf_set1(0.0f););
+    KV(lanes) all_products[4], all_squares[4];
+    KV_FOR4(k, 4, inverse[k] = vf_set1(0.0f););
     KV_FOR4(k, count, inverse[k] = vf_set1((gauss ? 1.0f / 16.0f : 1.0f) / scales[k]););
-    for (ptrdiff_t i = 0; i < n; i += W) {
-        const vf x = vf_load(row + i);
-        KV_FOR4(k, count,
-                const vf t = vf_mul(x, inverse[k]);
-                const vf level = gauss ? vf_lookup8(kv_gauss_magnitudes, KV(nearest_level)(t))
-                                       : vi_to_float(vf_round(vf_min(t, vf_set1(7.0f))));
-                product[k] = vf_fma(x, level, product[k]);
-                square[k] = vf_fma(level, level, square[k]););
+    for (int lane = 0; lane < KV(PIECES); lane++) { /* one after the other, as registers hold no more sums */
+        KV_FOR4(k, 4, product[k] = square[k] = vf_set1(0.0f););
+        for (ptrdiff_t i = lane * W; i < n; i += KV_LANES) {
+            const vf x = vf_load(row + i);
+            KV_FOR4(k, count,
+                    const vf t = vf_mul(x, inverse[k]);
+                    const vf level = gauss ? vf_lookup8(kv_gauss_magnitudes, KV(nearest_level)(t))
+                                           : vi_to_float(vf_round(vf_min(t, vf_set1(7.0f))));
+                    product[k] = vf_fma(x, level, product[k]);
+                    square[k] = vf_fma(level, level, square[k]););
+        }
+        KV_FOR4(k, count, all_products[k].piece[lane] = product[k]; all_squares[k].piece[lane] = square[k];);
     }
-    KV_FOR4(k, count, products[k] = vf_hsum(product[k]); squares[k] = vf_hsum(square[k]););
+    KV_FOR4(k, count, products[k] = KV(sum_of)(all_products[k]); squares[k] = KV(sum_of)(all_squares[k]););
 }
 
 /* The same for up to 8 scales. */

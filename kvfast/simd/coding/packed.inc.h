@@ -52,15 +52,19 @@ static float KV(code_packed_row)(const kv_side *side, const float *row, uint8_t 
             s = kv_from_bfloat16(kv_to_bfloat16(s));
             s = s > smallest ? s : smallest; /* so that s times `up` is a normal float */
             const vf inverse = vf_set1(1.0f / s);
-            vf products = vf_set1(0.0f), squares = products, level;
-            for (int d = 0; d < n; d += W) {
-                const vf x = vf_abs(vf_load(unit + d));
-                (void)KV(nearest_packed)(vf_mul(x, inverse), magnitudes, half, step, &level);
-                products = vf_fma(x, level, products);
-                squares = vf_fma(level, level, squares);
+            KV(lanes) products, squares;
+            for (int lane = 0; lane < KV(PIECES); lane++) {
+                vf sum = vf_set1(0.0f), sum_squares = sum, level;
+                for (int d = lane * W; d < n; d += KV_LANES) {
+                    const vf x = vf_abs(vf_load(unit + d));
+                    (void)KV(nearest_packed)(vf_mul(x, inverse), magnitudes, half, step, &level);
+                    sum = vf_fma(x, level, sum);
+                    sum_squares = vf_fma(level, level, sum_squares);
+                }
+                products.piece[lane] = sum, squares.piece[lane] = sum_squares;
             }
-            product = vf_hsum(products);
-            square = vf_hsum(squares) - (float)padding * (magnitudes[0] * magnitudes[0]);
+            product = KV(sum_of)(products);
+            square = KV(sum_of)(squares) - (float)padding * (magnitudes[0] * magnitudes[0]);
             if (refits == 0) break;
             s = product / square;
         }

@@ -31,7 +31,6 @@
 #define vf_sign_of(x, s) vbslq_f32(vdupq_n_u32(0x80000000u), s, x)
 #define vf_zero_below(y, x, limit) vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(y), vcltq_f32(x, vf_set1(limit))))
 #define vf_hmax(x) vmaxnmvq_f32(x)
-#define vf_hsum(x) vaddvq_f32(x)
 #define vf_round(x) vcvtnq_s32_f32(x)
 #define vf_mix_low(a, b) vzip1q_f32(a, b)
 #define vf_mix_high(a, b) vzip2q_f32(a, b)
@@ -80,6 +79,12 @@ static inline vf KV(vf_hadamard)(vf x)
     x = vf_fma(x, vf_load(kv_hadamard[0]), vrev64q_f32(x));
     return vf_fma(x, vf_load(kv_hadamard[1]), vextq_f32(x, x, 2));
 }
+
+static inline float KV(vf_hsum)(vf x)
+{
+    return vaddv_f32(vadd_f32(vget_low_f32(x), vget_high_f32(x)));
+}
+#define vf_hsum KV(vf_hsum)
 
 static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 {

@@ -108,13 +108,13 @@ static inline double KV(noise_of)(float unit, float code_size, int seen)
 /* Sum of the squares of n floats times `factor`; 16 floats are `stride` floats from the next 16. */
 static inline float KV(square_of)(const float *row, ptrdiff_t n, ptrdiff_t stride, float factor)
 {
-    vf squares = vf_set1(0.0f);
+    KV(lanes) squares = KV(no_lanes)();
     for (ptrdiff_t i = 0; i < n; i += KV_LANES, row += stride)
-        for (int lane = 0; lane < KV_LANES; lane += W) {
-            const vf x = vf_mul(vf_load(row + lane), vf_set1(factor));
-            squares = vf_fma(x, x, squares);
+        for (int lane = 0; lane < KV(PIECES); lane++) {
+            const vf x = vf_mul(vf_load(row + lane * W), vf_set1(factor));
+            squares.piece[lane] = vf_fma(x, x, squares.piece[lane]);
         }
-    return vf_hsum(squares);
+    return KV(sum_of)(squares);
 }
 
 /* Rows whose rounding of weights is large next to their n sums of values, a bit for each. */
@@ -283,15 +283,21 @@ static inline __attribute__((always_inline)) void KV(fold_statistics)(
     const ptrdiff_t n = side->padded_dim;
     const float *rows = queries->rows + row * n;
     (void)order; /* few tiers need it */
+    const vf unit = vf_set1(side->channels ? KV(unit_of)(scales) * 0x1p-16f : 0.0f), bias = vf_set1((float)KV_KEY_BIAS(side->dtype));
+    KV(lanes) all_shifts[KV_QUAD];
     vf shift[KV_QUAD], largest[KV_QUAD];
-    float sums[KV_QUAD];
-    KV_FOR4(r, KV_QUAD, shift[r] = largest[r] = vf_set1(0.0f););
-    if (side->channels) {
-        const vf unit = vf_set1(KV(unit_of)(scales) * 0x1p-16f), bias = vf_set1((float)KV_KEY_BIAS(side->dtype));
-        for (ptrdiff_t i = 0; i < n; i += W) {
-            const ptrdiff_t at = KV_CHANNEL_AT(order, side->dtype, i);
+    KV_FOR4(r, KV_QUAD, largest[r] = vf_set1(0.0f););
+    for (int lane = 0; lane < KV(PIECES); lane++) { /* one after the other, as registers hold no more sums */
+        KV_FOR4(r, KV_QUAD, shift[r] = vf_set1(0.0f););
+        for (ptrdiff_t i = lane * W; i < n; i += KV_LANES) {
+            const ptrdiff_t at = side->channels ? KV_CHANNEL_AT(order, side->dtype, i) : i;
+            vf mean = vf_load_float16(means + at);
+            if (!side->channels) {
+                KV_FOR4(r, num_rows, shift[r] = vf_fma(vf_load(rows + r * n + at), mean, shift[r]););
+                continue;
+            }
             vf scale = KV(load_channel_scales)(scales + at, unit);
-            const vf mean = vf_fma(scale, bias, vf_load_float16(means + at));
+            mean = vf_fma(scale, bias, mean);
             if (KV_OWN_BITS(side->dtype)) scale = vf_mul(scale, vf_div(bias, vf_load(zeros + at)));
             KV_FOR4(r, num_rows,
                 const vf x = vf_load(rows + r * n + at), product = vf_mul(x, scale);
@@ -299,17 +305,13 @@ static inline __attribute__((always_inline)) void KV(fold_statistics)(
                 largest[r] = vf_max(largest[r], vf_abs(product));
                 vf_store(products + r * n + i, product););
         }
-        KV_FOR4(r, num_rows,
-            const float peak = vf_hmax(largest[r]);
-            inverse[r] = KV_INVERSE(peak);
-            scale_of[r] = peak * (queries->factor * (1.0f / KV_MAX_ACTIVATION)););
-    } else
-        for (ptrdiff_t i = 0; i < n; i += W) {
-            const vf mean = vf_load_float16(means + i);
-            KV_FOR4(r, num_rows, shift[r] = vf_fma(vf_load(rows + r * n + i), mean, shift[r]););
-        }
-    KV(vf_sum4)(shift[0], shift[1], shift[2], shift[3], sums);
-    for (int r = 0; r < num_rows; r++) shifts[r] = sums[r] * queries->factor;
+        KV_FOR4(r, num_rows, all_shifts[r].piece[lane] = shift[r];);
+    }
+    KV_FOR4(r, num_rows,
+        const float peak = vf_hmax(largest[r]);
+        shifts[r] = KV(sum_of)(all_shifts[r]) * queries->factor;
+        inverse[r] = KV_INVERSE(peak);
+        scale_of[r] = peak * (queries->factor * (1.0f / KV_MAX_ACTIVATION)););
 }
 
 static inline __attribute__((always_inline)) void KV(fold_rows)(

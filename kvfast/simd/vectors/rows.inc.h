@@ -1,5 +1,28 @@
 /* Kernels on rows of floats: conversion, quantisation, and the elementary functions of the softmax. */
 
+/* The sum of `count` vectors, a power of two: the second half is added to the first. */
+static inline __attribute__((always_inline)) vf KV(join_lanes)(vf *lanes, const int count)
+{
+#pragma GCC unroll 4
+    for (int half = count / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) lanes[i] = vf_add(lanes[i], lanes[i + half]);
+    return lanes[0];
+}
+
+/* Sums of KV_LANES lanes whatever the width of a register, so that tiers give the same bits; vf_hsum adds halves, too. */
+enum { KV(PIECES) = KV_LANES / W };
+typedef struct { vf piece[KV(PIECES)]; } KV(lanes);
+
+static inline KV(lanes) KV(no_lanes)(void)
+{
+    KV(lanes) lanes;
+    for (int i = 0; i < KV(PIECES); i++) lanes.piece[i] = vf_set1(0.0f);
+    return lanes;
+}
+
+static inline float KV(sum_of)(KV(lanes) lanes) { return vf_hsum(KV(join_lanes)(lanes.piece, KV(PIECES))); }
+
 static void KV(to_float32)(const void *source, ptrdiff_t n, float *row)
 {
     memcpy(row, source, (size_t)n * sizeof(float));
@@ -123,10 +146,14 @@ static void KV(scale_row)(const float *row, ptrdiff_t n, float factor, const flo
 
 static float KV(sum_squares)(const float *row, ptrdiff_t n)
 {
-    vf squares = vf_set1(0.0f);
+    KV(lanes) squares = KV(no_lanes)();
     ptrdiff_t i = 0;
-    for (; i + W <= n; i += W) squares = vf_fma(vf_load(row + i), vf_load(row + i), squares);
-    float sum = vf_hsum(squares);
+    for (; i + KV_LANES <= n; i += KV_LANES)
+        for (int lane = 0; lane < KV(PIECES); lane++) {
+            const vf x = vf_load(row + i + lane * W);
+            squares.piece[lane] = vf_fma(x, x, squares.piece[lane]);
+        }
+    float sum = KV(sum_of)(squares);
     for (; i < n; i++) sum += row[i] * row[i];
     return sum;
 }
@@ -233,7 +260,7 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
 {
     const int padded = kv_whole_lanes(count);
     float m[KV_ROWS], step[KV_ROWS] = {0};
-    vf sums[KV_ROWS];
+    float sums[KV_ROWS];
     for (int r = 0; r < num_rows; r++) {
         float *weights = state->weights + r * KV_TILE;
         KV(bend_scores)(weights, 0, padded, from[r], to[r], r, position, options);
@@ -251,16 +278,18 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
     for (int r = 0; r < num_rows; r++) {
         float *weights = state->weights + r * KV_TILE;
         const vf base = vf_set1(m[r]);
-        sums[r] = vf_set1(0.0f);
+        KV(lanes) lanes = KV(no_lanes)();
         if (m[r] == -INFINITY) {
             memset(weights, 0, (size_t)padded * sizeof(float));
             continue;
         }
-        for (int t = 0; t < padded; t += W) {
-            vf weight = KV(exp)(vf_sub(vf_load(weights + t), base));
-            vf_store(weights + t, weight);
-            sums[r] = vf_add(sums[r], weight);
-        }
+        for (int t = 0; t < padded; t += KV_LANES)
+            for (int lane = 0; lane < KV(PIECES); lane++) {
+                const vf weight = KV(exp)(vf_sub(vf_load(weights + t + lane * W), base));
+                vf_store(weights + t + lane * W, weight);
+                lanes.piece[lane] = vf_add(lanes.piece[lane], weight);
+            }
+        sums[r] = KV(sum_of)(lanes);
     }
     for (int r = 0; r < num_rows; r++) {
         state->rescale[r] = 1.0f;
@@ -272,7 +301,7 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
             state->rescale[r] = step[r];
             state->noise[r] *= (double)step[r] * step[r];
         }
-        state->l[r] = state->l[r] * (double)state->rescale[r] + (double)vf_hsum(sums[r]);
+        state->l[r] = state->l[r] * (double)state->rescale[r] + (double)sums[r];
         state->m[r] = m[r];
     }
 }

@@ -126,7 +126,7 @@ static inline __attribute__((always_inline)) void KV(add_products)(
     const ptrdiff_t part = TOKEN_TILES * TILE_BYTES;
     const int8_t *values = operands->values + begin * KV_LANES;
     x += begin * KV_ROWS;
-    if (tiles > 2) { /* of one part; the sums of a lane tile behind the last are not used */
+    if (tiles > 2) { /* of one part; with an odd number of lane tiles, the last sums are not used */
         for (int lane = 0; lane < lanes + 2; lane += 2) {
             if (lane < lanes) KV(multiply_pair)(values + lane * part, part, x, part, tiles, sums + (lane & 2));
             for (int done = lane - 2; done >= 0 && done < lane && done < lanes; done++)

@@ -87,7 +87,8 @@ typedef struct {
     const float *scales;       /* of the tokens */
     const float *unit;         /* of each row of x */
     const float *shift;        /* of each row, or NULL */
-    const float *most;         /* of each row, the largest score so far, or -infinity; see least_errors */
+    const float *most;         /* of each row, the largest score before this tile, or -infinity; see least_errors */
+    unsigned whole;            /* bit r: row r sees the whole tile, and its largest score grows with it */
     float error;               /* what makes a unit times a token's scale a standard error */
     kv_room *room;
 } KV(key_products);

@@ -22,10 +22,15 @@ static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *r
 {
     typedef struct { KV_ALIGNED int8_t x[KV_ROWS * KV_MAX_HEAD_DIM * 2]; } rest;
     int8_t *const x = KV_IN(rounded->room->again, rest)->x;
-    float left[KV_MAX_HEAD_DIM], least[KV_ROWS];
+    float left[KV_MAX_HEAD_DIM], most[KV_ROWS], least[KV_ROWS];
     KV(key_products) p = *rounded;
     int begin = last, end = first; /* lane tiles with scores that may count; pairs of them, as score_lanes wants */
-    for (int r = 0; r < KV_ROWS; r++) least[r] = KV(least_score)(p.error * scale * __builtin_fabsf(p.unit[r]), p.most[r]);
+    for (int r = 0; r < KV_ROWS; r++) {
+        vf here = vf_set1(p.most[r]);
+        for (int t = 0; t < last * KV_LANES && p.whole >> r & 1; t += W) here = vf_max(here, vf_load(scores + r * TILE_TOKENS + t));
+        most[r] = vf_hmax(here);
+        least[r] = KV(least_score)(p.error * scale * __builtin_fabsf(p.unit[r]), most[r]);
+    }
     for (int lane = first; lane < last; lane++) {
         vf above = vf_set1(-1.0f);
         for (int r = 0; r < KV_ROWS; r++)
@@ -40,17 +45,16 @@ static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *r
         KV(leave_rounding)(rows + r * p.dim, 0, 1, p.dim, inverse + r, left);
         KV(cut_query)(left, p.dim, vf_set1(1.0f), r, x);
     }
-    p.x = x;
+    p.x = x, p.most = most;
     KV(score_lanes)(&p, begin, end, scores, 0, REFINES);
 }
 #endif
 
-/* Scores of the lane tiles first to last, from rows that are cut as p describes. */
-static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_products) *p, const float *rows, const float *inverse,
-                                                                 int first, int last, float *scores, const int shifts)
+/* Refines the scores of the lane tiles first to last, of rows that are cut as p describes, if their rounding can matter. */
+static inline __attribute__((always_inline)) void KV(refine_panel)(const KV(key_products) *p, const float *rows, const float *inverse,
+                                                                   int first, int last, float *scores)
 {
     vf scales = vf_set1(0.0f);
-    KV(score_lanes)(p, first, last, scores, shifts, SETS);
     for (int lane = first; lane < last; lane++) scales = vf_max(scales, vf_load(p->scales + lane * KV_LANES));
     const float scale = vf_hmax(scales);
     if (vf_hmax(vf_abs(vf_load(p->unit))) * scale * p->error * 1.001f >= KV_LEAST_ERROR)
@@ -111,11 +115,14 @@ static __attribute__((noinline)) void KV(fold_panel)(const kv_operands *operands
 static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
 {
     const int first = begin / KV_LANES, last = end / KV_LANES;
-    const float *most = operands->latent || kv_bends(&panel->options) ? KV(no_scores) : panel->m;
+    const int has_scores = !operands->latent && !kv_bends(&panel->options);
+    const vi seen = vi_sub(vi_load(panel->stop), vi_load(panel->start));
     KV(key_products) p = {operands->keys, panel->parts, operands->dim, operands->key_parts, operands->key_starts, operands->key_scales,
-                          panel->unit, NULL, most, operands->error, operands->room};
+                          panel->unit, NULL, has_scores ? panel->m : KV(no_scores),
+                          has_scores ? _mm512_cmpeq_epi32_mask(seen, vi_set1(operands->tile)) : 0, operands->error, operands->room};
     KV(folded_panel) *const folded = &KV_IN(operands->room->pass, KV(panel_room))->folded;
-    if (operands->num_blocks == 0) KV(score_rows)(&p, panel->queries, panel->inverse, first, last, scores, 0);
+    int alike = 1; /* no block is refined by itself, with the scales of its channels */
+    if (operands->num_blocks == 0) KV(score_lanes)(&p, first, last, scores, 0, SETS);
     for (int lane = first, stop; operands->num_blocks && lane < last; lane = stop) {
         for (stop = lane + 1; stop < last && operands->block_of[stop] == operands->block_of[lane];) stop++;
         const int block = operands->block_of[lane], folds = operands->folds[block];
@@ -123,17 +130,23 @@ static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel,
         p.shift = folded->shift;
         p.x = folds ? folded->parts : panel->parts;
         p.unit = folds ? folded->unit : panel->unit;
-        KV(score_rows)(&p, folds ? folded->rows : panel->queries, folds ? folded->inverse : panel->inverse, lane, stop, scores, 1);
+        KV(score_lanes)(&p, lane, stop, scores, 1, SETS);
+        if (!folds && !KV_FAST) continue;
+        KV(refine_panel)(&p, folds ? folded->rows : panel->queries, folds ? folded->inverse : panel->inverse, lane, stop, scores);
+        alike = 0;
     }
+    if (alike) KV(refine_panel)(&p, panel->queries, panel->inverse, first, last, scores);
 }
 
 /* Adds the products of the rotary part of latent rows, codes, to the scores. */
 static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
 {
+    const int first = begin / KV_LANES, last = end / KV_LANES;
     const KV(key_products) p = {operands->rope, panel->rope_parts, operands->rope_dim, operands->rope_parts, operands->rope_starts,
-                                operands->rope_scales, panel->rope_unit, NULL, KV(no_scores), operands->rope_error, operands->room};
+                                operands->rope_scales, panel->rope_unit, NULL, KV(no_scores), 0, operands->rope_error, operands->room};
     float *const rope = KV_IN(operands->room->pass, KV(panel_room))->rope_scores;
-    KV(score_rows)(&p, panel->rope_queries, panel->rope_inverse, begin / KV_LANES, end / KV_LANES, rope, 0);
+    KV(score_lanes)(&p, first, last, rope, 0, SETS);
+    KV(refine_panel)(&p, panel->rope_queries, panel->rope_inverse, first, last, rope);
     for (int r = 0; r < KV_ROWS; r++)
         for (int t = r * TILE_TOKENS + begin; t < r * TILE_TOKENS + end; t += W)
             vf_store(scores + t, vf_add(vf_load(scores + t), vf_load(rope + t)));

@@ -102,7 +102,7 @@ static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panels, in
     for (int i = 0; i < 2; i++) {
         const KV(word_keys) *keys = i ? tile->rope : tile->keys;
         if (!keys) continue;
-        if (keys->family == KV_FLOAT_ROWS) KV(score_float_rows)(tile, keys, panels, count, begin, end, i ? parts : scores);
+        if (keys->family == KV_FLOAT_ROWS) KV(score_rows)(tile, keys, panels, count, begin, end, i ? parts : scores);
         else KV(score_codes)(tile, keys, panels, count, begin, end, i ? parts : scores, room->folded);
     }
     for (int i = 0; i < count && tile->rope; i++) {

@@ -211,16 +211,6 @@ typedef struct {
     vf inverse;
 } KV(word_folded);
 
-/* The sum of 16 vectors, in the order of vf_hsum. */
-static inline __attribute__((always_inline)) vf KV(sum_lanes)(vf lanes[KV_LANES])
-{
-#pragma GCC unroll 4
-    for (int half = KV_LANES / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < half; i++) lanes[i] = vf_add(lanes[i], lanes[i + half]);
-    return lanes[0];
-}
-
 /* A channel of a panel's rows as it is multiplied, before it is rounded. */
 static inline __attribute__((always_inline)) vf KV(load_column)(const KV(word_folded) *folded, const float *channels, int c)
 {
@@ -244,7 +234,7 @@ static void KV(fold_words)(const kv_panel *panel, const KV(word_keys) *keys, int
             sums[i] = vf_fma(x, vf_set1(means[c + i]), sums[i]);
             if (channels) peaks[i % 2] = _mm512_range_ps(peaks[i % 2], vf_mul(x, vf_set1(channels[c + i])), 11); /* magnitudes */
         }
-    folded->queries.shift = vf_mul(KV(sum_lanes)(sums), vf_set1(panel->factor));
+    folded->queries.shift = vf_mul(KV(join_lanes)(sums, KV_LANES), vf_set1(panel->factor));
     if (!channels) return;
     const vf peak = vf_max(peaks[0], peaks[1]);
     folded->channels = channels;
@@ -364,7 +354,7 @@ static void KV(score_codes)(const KV(word_tile) *tile, const KV(word_keys) *keys
 }
 
 /* Scores of keys that are float rows. */
-static void KV(score_float_rows)(const KV(word_tile) *tile, const KV(word_keys) *keys, const kv_panel *panels, int count, int begin,
+static void KV(score_rows)(const KV(word_tile) *tile, const KV(word_keys) *keys, const kv_panel *panels, int count, int begin,
                                  int end, KV(word_scores) *const *scores)
 {
     const int is_rope = keys == tile->rope;

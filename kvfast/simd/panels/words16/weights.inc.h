@@ -147,6 +147,6 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
         vf_store(w->inverse[g], groups == 1 ? KV(inverse_of)(vf_set1(KV_MAX_WEIGHT), top)
                                             : KV(inverse_of)(vf_set1(1.0f), vf_max(unit, of_sum)));
     }
-    KV(add_weights)(panel, w->rescale, KV(sum_lanes)(lanes));
+    KV(add_weights)(panel, w->rescale, KV(join_lanes)(lanes, KV_LANES));
     KV(add_noise)(panel, operands, w, all, groups);
 }

@@ -12,13 +12,24 @@ import kvfast
 COUNTS = 1, 2, 15, 16, 17, 33, 64, 100, 512
 TOKENS, HEADS, DIM = 2300, 2, 24
 STORAGE = {name: name for name in ("float32", "float16", "bfloat16", "float16/bfloat16")} | FORMATS
-# The tiers, and on each the precision whose kernels are those of a single token for every number of queries.
-WAYS = [
-    (isa, "exact" if set(families()[isa].values()) == {"vectors"} else "invariant")
-    for isa in kvfast.available_isas()
-    if isa != "scalar"
-]
-BEST = WAYS[:1]
+EXACT = [isa for isa, names in families().items() if set(names.values()) == {"vectors"}]  # tiers without panels
+# Precisions whose results do not depend on the number of queries: the exact one on all formats, or on those of codes alone.
+WAYS = [(isa, precision) for isa in kvfast.available_isas() if isa != "scalar" for precision in ("exact", "invariant")]
+BEST = WAYS[:2]
+
+
+def holds(way, dtype):
+    fmt = kvfast.KVFormat.of(STORAGE[dtype])
+    has_floats = "float" in f"{fmt.k_dtype} {fmt.v_dtype}" or fmt.seals or fmt.num_first_float_tokens
+    return way[0] not in EXACT if way[1] == "invariant" else way[0] in EXACT or not has_floats
+
+
+def ways(tiers, dtypes):
+    """Cases of a test, by the way and the storage dtype."""
+    cases = [(way, dtype) for way in tiers for dtype in dtypes if holds(way, dtype)]
+    return pytest.mark.parametrize(("way", "dtype"), cases, ids=["-".join((*way, dtype)) for way, dtype in cases])
+
+
 OPTIONS = [
     {},
     {"sliding_window": 700},
@@ -57,23 +68,20 @@ def check_counts(attend, cache, q, counts=COUNTS, **options):
         assert same(attend(cache, q[-n:], **options), whole, slice(len(q) - n, None)), (n, options)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
-@pytest.mark.parametrize("dtype", STORAGE)
+@ways(WAYS, STORAGE)
 def test_any_number_of_queries(attend, dtype):
     cache, q = cache_of(dtype), queries(max(COUNTS) + 1)
     check_counts(attend, cache, q)
     check_counts(attend, cache, q, (17, 1), num_threads=7)
 
 
-@pytest.mark.parametrize("way", BEST, ids=lambda way: way[0])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "int3"])
+@ways(BEST, ["float32", "bfloat16", "int8", "k8v4", "int4", "int3"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "none")
 def test_what_a_query_sees(attend, dtype, options):
     check_counts(attend, cache_of(dtype), queries(max(COUNTS) + 1), (1, 16, 33, 100), **options)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
-@pytest.mark.parametrize("dtype", ["float32", "float16", *(name for name in FORMATS if not kvfast.KVFormat.of(FORMATS[name]).seals)])
+@ways(WAYS, ["float32", "float16", *(name for name in FORMATS if not kvfast.KVFormat.of(FORMATS[name]).seals)])
 def test_a_prompt_cut_at_random_places(attend, dtype):
     """Each piece is computed when the tokens after it are not yet there. Formats without tokens in both forms."""
     cache, q = cache_of(dtype), queries(700)
@@ -87,8 +95,7 @@ def test_a_prompt_cut_at_random_places(attend, dtype):
             assert same(attend(copy, q[begin:end], **options), whole, slice(begin, end)), (cuts, options)
 
 
-@pytest.mark.parametrize("way", BEST, ids=lambda way: way[0])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+@ways(BEST, ["float32", "float16", "int8", "int4-plain", "int4"])
 def test_spans_trees_and_chosen_tokens(attend, dtype):
     cache, q, rng = cache_of(dtype), queries(max(COUNTS) + 1), np.random.default_rng(3)
     for options in ({}, {"sliding_window": 1200, "num_sink_tokens": 3}):
@@ -102,8 +109,7 @@ def test_spans_trees_and_chosen_tokens(attend, dtype):
         assert same(attend(cache, q[-n:], indices=indices[-n:]), whole, slice(len(q) - n, None))
 
 
-@pytest.mark.parametrize("way", BEST, ids=lambda way: way[0])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+@ways(BEST, ["float32", "float16", "int8", "int4-plain", "int4"])
 def test_splices(attend, dtype):
     """Segments shorter and longer than a split; the tasks of many queries take all of them."""
     cache = cache_of(dtype, 1300)
@@ -116,8 +122,7 @@ def test_splices(attend, dtype):
             check_counts(attend, cache, queries(301), (1, 16, 17, 100), num_threads=threads, **options)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@ways(WAYS, ["float32", "int8", "int4"])
 @pytest.mark.parametrize("cascade", [True, False])
 def test_batches(way, dtype, cascade):
     isa, precision = way
@@ -134,8 +139,7 @@ def test_batches(way, dtype, cascade):
             assert np.array_equal(sequence.attend(0, q[rows], precision=precision), together[rows])
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@ways(WAYS, ["float32", "bfloat16", "int8", "int8-plain", "int4"])
 @pytest.mark.parametrize(("heads", "rope_dim"), [(3, 16), (40, 0)])
 def test_latent_rows(attend, dtype, heads, rope_dim):
     """Few heads, and many, of which a single token has rows for panels."""

@@ -173,6 +173,8 @@ typedef struct {
     KV_ALIGNED float rope_queries[KV_ROWS * KV_MAX_ROPE_DIM];
     KV_ALIGNED float columns[KV_ROWS * KV_MAX_HEAD_DIM]; /* (padded_dim, rows) as given, where words multiply codes */
     KV_ALIGNED float rope_columns[KV_ROWS * KV_MAX_ROPE_DIM];
+    KV_ALIGNED int8_t left[KV_ROWS * KV_MAX_HEAD_DIM * 2]; /* words: what the rounding of `columns` to integers left out */
+    KV_ALIGNED int8_t rope_left[KV_ROWS * KV_MAX_ROPE_DIM * 2];
     /* The same as integers: in bytes, (high and low, depth/64, rows, 64), or in words, (depth/2, rows, 2) */
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];
     KV_ALIGNED int8_t rope_parts[KV_ROWS * KV_MAX_ROPE_DIM * 2];  /* the same for the rotary part of latent rows */

@@ -16,8 +16,27 @@ static inline void KV(put_word_pair)(vi a, vi b, int8_t *out)
     _mm512_store_si512(out, _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16)));
 }
 
+/* A channel of 16 rows as it is multiplied, before it is rounded: of (n, 16) `columns`, times its scale if keys have them. */
+static inline __attribute__((always_inline)) vf KV(load_column)(const float *columns, const float *channels, vf inverse, int c)
+{
+    const vf x = vf_load(columns + c * KV_ROWS);
+    return vf_mul(channels ? vf_mul(x, vf_set1(channels[c])) : x, inverse);
+}
+
+/* What the rounding of 16 rows leaves out, as leave_rounding and put_activations give it. */
+static void KV(leave_words)(const float *columns, const float *channels, vf inverse, int n, int8_t *left)
+{
+    const vf most = vf_set1(2.0f * KV_MAX_ACTIVATION);
+    for (int c = 0; c < n; c += 2, left += 64) {
+        const vf a = KV(load_column)(columns, channels, inverse, c), b = KV(load_column)(columns, channels, inverse, c + 1);
+        KV(put_word_pair)(vf_round(vf_mul(vf_sub(a, vi_to_float(vf_round(a))), most)),
+                          vf_round(vf_mul(vf_sub(b, vi_to_float(vf_round(b))), most)), left);
+    }
+}
+
 /* Prepares 16 rows of n floats as the integers of find_units and put_activations, which multiply codes; and as columns, (n, 16). */
-static void KV(prepare_code_lane)(const float *rows, int n, float factor, int8_t *words, float *unit, float *inverse, float *columns)
+static void KV(prepare_code_lane)(const float *rows, int n, float factor, int8_t *words, int8_t *left, float *unit, float *inverse,
+                                  float *columns)
 {
     KV_ALIGNED float square[KV_ROWS * KV_LANES];
     KV(find_units)(rows, n, KV_ROWS, factor, inverse, unit);
@@ -26,8 +45,10 @@ static void KV(prepare_code_lane)(const float *rows, int n, float factor, int8_t
         for (int r = 0; r < KV_ROWS; r++) vf_store(square + r * KV_LANES, vf_load(rows + r * n + c));
         KV(transpose_lines)((const int8_t *)square, (int8_t *)(columns + c * KV_ROWS));
     }
-    for (int c = 0; c < n; c += 2, columns += 2 * KV_ROWS, words += 64)
-        KV(put_word_pair)(vf_round(vf_mul(vf_load(columns), factors)), vf_round(vf_mul(vf_load(columns + KV_ROWS), factors)), words);
+    for (int c = 0; c < n; c += 2, words += 64)
+        KV(put_word_pair)(vf_round(KV(load_column)(columns, NULL, factors, c)), vf_round(KV(load_column)(columns, NULL, factors, c + 1)),
+                          words);
+    KV(leave_words)(columns, NULL, factors, n, left);
 }
 
 /* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
@@ -36,13 +57,14 @@ static void KV(prepare_words16)(const kv_side *side, const float *rows, const kv
 {
     panel->factor = factor;
     if (side->family != KV_FLOAT_ROWS)
-        KV(prepare_code_lane)(rows, side->padded_dim, factor, panel->parts, panel->unit, panel->inverse, panel->columns);
+        KV(prepare_code_lane)(rows, side->padded_dim, factor, panel->parts, panel->left, panel->unit, panel->inverse,
+                              panel->columns);
     if (mixed || side->family == KV_FLOAT_ROWS)
         KV(prepare_word_lane)(rows, side->padded_dim, factor, panel->queries, panel->words, panel->word_unit, panel->square);
     if (!rope) return;
     if (rope->family != KV_FLOAT_ROWS)
-        KV(prepare_code_lane)(rope_rows, rope->padded_dim, factor, panel->rope_parts, panel->rope_unit, panel->rope_inverse,
-                              panel->rope_columns);
+        KV(prepare_code_lane)(rope_rows, rope->padded_dim, factor, panel->rope_parts, panel->rope_left, panel->rope_unit,
+                              panel->rope_inverse, panel->rope_columns);
     if (mixed || rope->family == KV_FLOAT_ROWS)
         KV(prepare_word_lane)(rope_rows, rope->padded_dim, factor, panel->rope_queries, panel->rope_words, panel->rope_word_unit,
                               panel->rope_square);
@@ -160,47 +182,33 @@ static inline void KV(find_most_scores)(KV(word_scores) *scores, int token)
     }
 }
 
-enum { MOST_PLACES = 5 }; /* of a token; where more rows need its score, all 16 take less time */
-
 /* Computes the scores of float rows that the rounding to words can have moved by more than least_errors in float32. `most` are the
    largest scores so far. */
 static void KV(refine_rows)(const KV(word_keys) *keys, const float *rows, vf unit, vf square, vf most, float factor, int begin, int end,
-                            KV(word_scores) *scores, kv_room *room)
+                            KV(word_scores) *scores)
 {
     const vf limit = vf_set1(KV_LEAST_ERROR * KV_LEAST_ERROR / (0.29f * 0.29f));
     vf error = KV(squared_error)(unit, square, keys->most_unit, keys->most_square);
     if (!_mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)) return;
     const vf least = KV(least_scores)(error, most);
-    /* Nothing branches on a token before it is known which scores are computed again. */
-    uint64_t found[KV_MATRIX_TILE / 64] = {0};
     for (int first = begin; first < end; first += KV_LANES) {
         error = KV(most_squared_errors)(unit, square, keys, first);
-        const __mmask16 loud = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
-        if (loud) found[first / 64] |= (uint64_t)(loud & KV(find_large_scores)(scores, first, least)) << first % 64;
-    }
-    const vi order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    KV(exact_scores) *const exact = KV_IN(room->again, KV(exact_scores));
-    exact->keys = keys, exact->rows = rows, exact->factor = factor, exact->scores = scores->weights;
-    exact->count = 0;
-    unsigned lanes = 0;
-    for (int part = 0; part < KV_MATRIX_TILE / 64; part++)
-        for (uint64_t left = found[part]; left; left &= left - 1) {
-            const int t = part * 64 + __builtin_ctzll(left);
+        unsigned found = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ), changed = 0;
+        if (found) found &= KV(find_large_scores)(scores, first, least);
+        for (; found; found &= found - 1) {
+            const int t = first + __builtin_ctz(found);
+            float *const at = scores->weights + t * KV_ROWS;
             error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
-            const vf allowed = vf_mul(KV(least_errors)(vf_load(scores->weights + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
+            const vf allowed = vf_mul(KV(least_errors)(vf_load(at), most), vf_set1(1.0f / 0.29f));
             const __mmask16 again = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
                                     & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
-            const int count = __builtin_popcount(again);
-            if (count > MOST_PLACES) KV(score_token)(exact, (unsigned)t, again);
-            else {
-                const vi places = vi_add(order, vi_set1(t * KV_ROWS));
-                _mm512_storeu_si512(exact->places + exact->count, _mm512_maskz_compress_epi32(again, places));
-                exact->count += count;
-            }
-            lanes |= (again != 0u) << t / KV_LANES;
+            if (!again) continue;
+            const vf products = KV(multiply_rows_exactly)(keys->rows[t], keys->dtype, rows, keys->dim);
+            _mm512_mask_storeu_ps(at, again, vf_mul(products, vf_set1(factor)));
+            changed |= again;
         }
-    KV(score_places)(exact);
-    for (; lanes; lanes &= lanes - 1) KV(find_most_scores)(scores, __builtin_ctz(lanes) * KV_LANES);
+        if (changed) KV(find_most_scores)(scores, first);
+    }
 }
 
 /* A panel's rows as they multiply codes: with the scales of a block's channels, or NULL, and the shift of all scores. */
@@ -208,15 +216,9 @@ typedef struct {
     KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 2];
     KV(word_queries) queries;
     const float *columns, *channels; /* (n, 16); (n,) or NULL */
+    const int8_t *left;              /* what their rounding left out, without channels */
     vf inverse;
 } KV(word_folded);
-
-/* A channel of a panel's rows as it is multiplied, before it is rounded. */
-static inline __attribute__((always_inline)) vf KV(load_column)(const KV(word_folded) *folded, const float *channels, int c)
-{
-    const vf x = vf_load(folded->columns + c * KV_ROWS);
-    return vf_mul(channels ? vf_mul(x, vf_set1(channels[c])) : x, folded->inverse);
-}
 
 /* The same numbers as fold_statistics and put_activations, for 16 rows at once: a vector holds a channel of all rows. */
 static void KV(fold_words)(const kv_panel *panel, const KV(word_keys) *keys, int block, KV(word_folded) *folded)
@@ -242,19 +244,8 @@ static void KV(fold_words)(const kv_panel *panel, const KV(word_keys) *keys, int
     folded->queries.words = folded->words;
     folded->queries.unit = vf_mul(peak, vf_set1(panel->factor * (1.0f / KV_MAX_ACTIVATION)));
     for (int c = 0; c < n; c += 2)
-        KV(put_word_pair)(vf_round(KV(load_column)(folded, channels, c)), vf_round(KV(load_column)(folded, channels, c + 1)),
-                          folded->words + c * 32);
-}
-
-/* What the rounding of a panel's rows left out, as leave_rounding and put_activations give it. */
-static void KV(leave_words)(const KV(word_folded) *folded, int n, int8_t *words)
-{
-    const vf most = vf_set1(2.0f * KV_MAX_ACTIVATION);
-    for (int c = 0; c < n; c += 2, words += 64) {
-        const vf a = KV(load_column)(folded, folded->channels, c), b = KV(load_column)(folded, folded->channels, c + 1);
-        KV(put_word_pair)(vf_round(vf_mul(vf_sub(a, vi_to_float(vf_round(a))), most)),
-                          vf_round(vf_mul(vf_sub(b, vi_to_float(vf_round(b))), most)), words);
-    }
+        KV(put_word_pair)(vf_round(KV(load_column)(panel->columns, channels, folded->inverse, c)),
+                          vf_round(KV(load_column)(panel->columns, channels, folded->inverse, c + 1)), folded->words + c * 32);
 }
 
 /* The same as refine of vectors, for the tokens begin to end, of one block if they have statistics. `most` are the largest scores
@@ -263,12 +254,11 @@ static void KV(refine_codes)(const KV(word_keys) *keys, const KV(word_folded) *f
                              KV(word_scores) *scores, kv_room *room)
 {
     typedef struct { KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 2]; } rest;
-    int8_t *const left = KV_IN(room->again, rest)->words;
+    const int8_t *left = folded->channels ? NULL : folded->left;
     const int n = keys->dim;
     const vf unit = folded->queries.unit, errors = vf_mul(vf_abs(unit), vf_set1(keys->error));
     const float largest = vf_hmax(errors) * 1.001f;
     if (!(largest * keys->most_unit >= KV_LEAST_ERROR)) return;
-    int ready = 0;
     for (int t = 0; t < end && whole; t += 8) most = _mm512_mask_max_ps(most, whole, most, vf_load(scores->most + t / 8 * KV_ROWS));
     for (int first = begin; first < end; first += KV_LANES) {
         const vf units = vf_load(keys->units + first), over = vf_mul(errors, vf_set1(vf_hmax(units) * (1.001f / 0.29f)));
@@ -283,7 +273,10 @@ static void KV(refine_codes)(const KV(word_keys) *keys, const KV(word_folded) *f
             count += rows[count] != 0;
         }
         if (!count) continue;
-        if (!ready) KV(leave_words)(folded, n, left), ready = 1;
+        if (!left) {
+            left = KV_IN(room->again, rest)->words;
+            KV(leave_words)(folded->columns, folded->channels, folded->inverse, n, KV_IN(room->again, rest)->words);
+        }
         KV_FOR4(i, 4, lanes[count + i] = 0; rows[count + i] = 0;);
         for (int at = 0; at < count; at += 4) {
             const int8_t *keys_of[4], *words = left;
@@ -334,6 +327,7 @@ static void KV(score_codes)(const KV(word_tile) *tile, const KV(word_keys) *keys
         for (int i = 0; i < count; i++) {
             const kv_panel *panel = panels + i;
             folded[i].columns = is_rope ? panel->rope_columns : panel->columns;
+            folded[i].left = is_rope ? panel->rope_left : panel->left;
             folded[i].channels = NULL;
             folded[i].inverse = vf_load(is_rope ? panel->rope_inverse : panel->inverse);
             folded[i].queries = (KV(word_queries)){is_rope ? panel->rope_parts : panel->parts,
@@ -372,5 +366,5 @@ static void KV(score_rows)(const KV(word_tile) *tile, const KV(word_keys) *keys,
     for (int i = 0; i < count; i++)
         KV(refine_rows)(keys, is_rope ? panels[i].rope_queries : panels[i].queries, queries[i].unit,
                         vf_load(is_rope ? panels[i].rope_square : panels[i].square), KV(most_so_far)(tile, panels + i),
-                        panels[i].factor, begin, end, scores[i], tile->room);
+                        panels[i].factor, begin, end, scores[i]);
 }

@@ -182,33 +182,47 @@ static inline void KV(find_most_scores)(KV(word_scores) *scores, int token)
     }
 }
 
+enum { MOST_PLACES = 5 }; /* of a token; where more rows need its score, all 16 take less time */
+
 /* Computes the scores of float rows that the rounding to words can have moved by more than least_errors in float32. `most` are the
    largest scores so far. */
 static void KV(refine_rows)(const KV(word_keys) *keys, const float *rows, vf unit, vf square, vf most, float factor, int begin, int end,
-                            KV(word_scores) *scores)
+                            KV(word_scores) *scores, kv_room *room)
 {
     const vf limit = vf_set1(KV_LEAST_ERROR * KV_LEAST_ERROR / (0.29f * 0.29f));
     vf error = KV(squared_error)(unit, square, keys->most_unit, keys->most_square);
     if (!_mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)) return;
     const vf least = KV(least_scores)(error, most);
+    /* Nothing branches on a token before it is known which scores are computed again. */
+    uint64_t found[KV_MATRIX_TILE / 64] = {0};
     for (int first = begin; first < end; first += KV_LANES) {
         error = KV(most_squared_errors)(unit, square, keys, first);
-        unsigned found = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ), changed = 0;
-        if (found) found &= KV(find_large_scores)(scores, first, least);
-        for (; found; found &= found - 1) {
-            const int t = first + __builtin_ctz(found);
-            float *const at = scores->weights + t * KV_ROWS;
+        const __mmask16 loud = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
+        if (loud) found[first / 64] |= (uint64_t)(loud & KV(find_large_scores)(scores, first, least)) << first % 64;
+    }
+    const vi order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    KV(exact_scores) *const exact = KV_IN(room->again, KV(exact_scores));
+    exact->keys = keys, exact->rows = rows, exact->factor = factor, exact->scores = scores->weights;
+    exact->count = 0;
+    unsigned lanes = 0;
+    for (int part = 0; part < KV_MATRIX_TILE / 64; part++)
+        for (uint64_t left = found[part]; left; left &= left - 1) {
+            const int t = part * 64 + __builtin_ctzll(left);
             error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
-            const vf allowed = vf_mul(KV(least_errors)(vf_load(at), most), vf_set1(1.0f / 0.29f));
+            const vf allowed = vf_mul(KV(least_errors)(vf_load(scores->weights + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
             const __mmask16 again = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
                                     & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
-            if (!again) continue;
-            const vf products = KV(multiply_rows_exactly)(keys->rows[t], keys->dtype, rows, keys->dim);
-            _mm512_mask_storeu_ps(at, again, vf_mul(products, vf_set1(factor)));
-            changed |= again;
+            const int count = __builtin_popcount(again);
+            if (count > MOST_PLACES) KV(score_token)(exact, (unsigned)t, again);
+            else {
+                const vi places = vi_add(order, vi_set1(t * KV_ROWS));
+                _mm512_storeu_si512(exact->places + exact->count, _mm512_maskz_compress_epi32(again, places));
+                exact->count += count;
+            }
+            lanes |= (again != 0u) << t / KV_LANES;
         }
-        if (changed) KV(find_most_scores)(scores, first);
-    }
+    KV(score_places)(exact);
+    for (; lanes; lanes &= lanes - 1) KV(find_most_scores)(scores, __builtin_ctz(lanes) * KV_LANES);
 }
 
 /* A panel's rows as they multiply codes: with the scales of a block's channels, or NULL, and the shift of all scores. */
@@ -366,5 +380,5 @@ static void KV(score_rows)(const KV(word_tile) *tile, const KV(word_keys) *keys,
     for (int i = 0; i < count; i++)
         KV(refine_rows)(keys, is_rope ? panels[i].rope_queries : panels[i].queries, queries[i].unit,
                         vf_load(is_rope ? panels[i].rope_square : panels[i].square), KV(most_so_far)(tile, panels + i),
-                        panels[i].factor, begin, end, scores[i]);
+                        panels[i].factor, begin, end, scores[i], tile->room);
 }

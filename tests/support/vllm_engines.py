@@ -164,10 +164,39 @@ def generate(llm, prompts, most=24, **options):
     return [list(one.outputs[0].token_ids) for one in outputs]
 
 
+def texts(llm, prompts, most, **options):
+    """(tokens, log-probability of each) of the text after each prompt, greedily."""
+    parameters = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False, logprobs=0, **options)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts], parameters, use_tqdm=False)
+    found = [output.outputs[0] for output in outputs]
+    return [(list(one.token_ids), [step[token].logprob for token, step in zip(one.token_ids, one.logprobs)]) for one in found]
+
+
+def same_rows(llm, count=16):
+    """Let the engine's matrix products take `count` rows at a time, the last filled up with zeros. Else the bits of a row may depend on the
+    number of rows of a step."""
+
+    def in_parts(linear):
+        def product(x, weight, bias):
+            rows = x.reshape(-1, x.shape[-1])
+            whole = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % count))
+            parts = [linear(part.contiguous(), weight, bias) for part in whole.split(count)]
+            return torch.cat(parts)[: len(rows)].reshape(*x.shape[:-1], -1)
+
+        return product
+
+    for module in _runner_of(llm).model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = in_parts(module.cpu_linear)
+
+
+def _runner_of(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def layers_of(llm):
     """The attention layers of an engine, by name."""
-    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    return {name: layer for name, layer in model.compilation_config.static_forward_context.items() if hasattr(layer, "impl")}
+    return {name: layer for name, layer in _runner_of(llm).compilation_config.static_forward_context.items() if hasattr(layer, "impl")}
 
 
 def stored(url, connector="KVFastConnector", **more):

@@ -13,7 +13,7 @@ pytest.importorskip("gguf", reason="the model is a GGUF file")
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from llama_folder import save_folder
-from vllm_engines import SamplingParams, TokensPrompt, in_engine
+from vllm_engines import in_engine, texts
 
 import kvfast
 from kvfast.planning.vllm_blocks import VLLM_FORMATS
@@ -35,14 +35,6 @@ def smollm2(smollm2, tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
     save_folder(model, folder)
     return model, folder, [tokenizer.encode(text) for text in chat_prompts(20)]
-
-
-def texts(llm, prompts):
-    """(tokens, log-probability of each) of the text after each prompt."""
-    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts], parameters, use_tqdm=False)
-    found = [output.outputs[0] for output in outputs]
-    return [(list(one.token_ids), [step[token].logprob for token, step in zip(one.token_ids, one.logprobs)]) for one in found]
 
 
 def check_texts(model, prompts, form, found, error):
@@ -84,7 +76,7 @@ def of_vllm(smollm2):
     _, folder, prompts = smollm2
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVFAST_VLLM", "0")
-        return in_engine(folder, lambda llm: texts(llm, prompts))
+        return in_engine(folder, lambda llm: texts(llm, prompts, TOKENS))
 
 
 def test_the_texts_of_vllm(smollm2, of_vllm):
@@ -92,7 +84,7 @@ def test_the_texts_of_vllm(smollm2, of_vllm):
     model, folder, prompts = smollm2
 
     def use(llm):
-        return texts(llm, prompts), texts(llm, prompts[:5]), [texts(llm, [ids])[0] for ids in prompts[5:10]]
+        return texts(llm, prompts, TOKENS), texts(llm, prompts[:5], TOKENS), [texts(llm, [ids], TOKENS)[0] for ids in prompts[5:10]]
 
     together, again, alone = in_engine(folder, use, max_num_batched_tokens=128, enable_prefix_caching=True)
     for found, expected in ((together, of_vllm), (again, of_vllm[:5]), (alone, of_vllm[5:10])):
@@ -113,7 +105,7 @@ def test_the_texts_of_kvfast(smollm2, name):
 
     def use(llm):
         config = llm.llm_engine.vllm_config.cache_config
-        return texts(llm, prompts), config.num_gpu_blocks * config.block_size
+        return texts(llm, prompts, TOKENS), config.num_gpu_blocks * config.block_size
 
     found, capacity = in_engine(
         folder, use, kv_cache_dtype=name, block_size=64, enable_prefix_caching=False, num_gpu_blocks_override=None

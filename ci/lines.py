@@ -15,22 +15,22 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 48_990,
-    "kvfast/attention": 4_040,
+    "kvfast": 49_360,
+    "kvfast/attention": 4_050,
     "kvfast/caches": 3_170,
     "kvfast/codec": 2_590,
     "kvfast/compression": 1_970,
-    "kvfast/core": 2_910,
-    "kvfast/engines": 7_160,
+    "kvfast/core": 2_920,
+    "kvfast/engines": 7_360,
     "kvfast/files": 1_330,
     "kvfast/handles": 1_050,
     "kvfast/planning": 1_890,
     "kvfast/prompts": 2_860,
-    "kvfast/simd": 8_230,
+    "kvfast/simd": 8_380,
     "kvfast/storage": 6_140,
     "kvfast/tools": 4_570,
-    "tests": 42_570,
-    "docs": 3_300,
+    "tests": 43_030,
+    "docs": 3_320,
 }
 MOST_OF_A_GUIDE = 100
 

@@ -32,7 +32,7 @@ from kvfast.engines.vllm.prompts.transfers import Transfers
 
 
 def prompts(count, most_tokens):
-    """Random tokens of different numbers. Of three prompts, two begin with parts of a common text."""
+    """Random tokens of different numbers. Two of each three prompts begin with parts of a common text."""
     draw = random.Random(0)
     common = [draw.randrange(3, 500) for _ in range(most_tokens)]
     made = []

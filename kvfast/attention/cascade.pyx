@@ -24,8 +24,8 @@ cdef bint gains_nothing(const kv_request *request, const kv_layout *layout, Py_s
     tokens are each query's own, latent rows of many heads have whole passes for each query, so that reading together would save
     few bytes only, and a number of splits does not end one where a prefix ends."""
     cdef const kvfast_options *options = &request.options
-    return (count < 2 or options.sliding_window != 0 or options.attention_chunk_size != 0 or options.indices != NULL or options.num_splits != 0
-            or (layout.latent and request.q.heads % KV_ROWS == 0))
+    return (count < 2 or options.sliding_window != 0 or options.attention_chunk_size != 0 or options.indices != NULL
+            or options.num_splits != 0 or (layout.latent and request.q.heads % KV_ROWS == 0))
 
 
 cdef bint share_nothing(const kv_member *members, Py_ssize_t count, const kv_layout *layout) noexcept nogil:
@@ -72,7 +72,8 @@ cdef void free_prefixes(kv_prefixes *prefixes) noexcept nogil:
     free(prefixes.first)
 
 
-cdef int _find(const kv_member *members, list numbers, Py_ssize_t depth, Py_ssize_t begin, const kv_layout *layout, list found) except -1:
+cdef int _find(const kv_member *members, list numbers, Py_ssize_t depth, Py_ssize_t begin, const kv_layout *layout,
+               list found) except -1:
     """Prefixes of some members from block `depth` on; they share the positions before `begin`."""
     cdef const kv_member *first
     cdef Py_ssize_t common, limit, end, i, split = split_tokens_of(layout)

@@ -205,7 +205,7 @@ typedef struct {
     float usual_size, most_weights;     /* of float rows as words: code_size for rows that see a part of the tile; the largest sum of a
                                            group's weights */
     KV_ALIGNED int8_t keys[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
-    KV_ALIGNED int8_t values[(KV_MATRIX_TILE * 4 + 4) * KV_MAX_HEAD_DIM]; /* of words in lines that are no multiple of a page apart */
+    KV_ALIGNED int8_t values[(KV_MATRIX_TILE * 4 + 4) * KV_MAX_HEAD_DIM]; /* lines of words are not a multiple of a page apart */
     KV_ALIGNED int8_t rope[KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 4];
     KV_ALIGNED float rows[KV_LANES * (KV_MAX_HEAD_DIM + KV_LANES)];         /* of words: some keys before they are rounded */
     KV_ALIGNED float key_scales[KV_TILE];

@@ -12,16 +12,19 @@ static inline __attribute__((always_inline)) vf KV(join_lanes)(vf *lanes, const 
 
 /* Sums of KV_LANES lanes whatever the width of a register, so that tiers give the same bits; vf_hsum adds halves, too. */
 enum { KV(PIECES) = KV_LANES / W };
-typedef struct { vf piece[KV(PIECES)]; } KV(lanes);
+typedef struct {
+    vf piece[KV(PIECES)];
+} KV(lanes);
+#define vlanes KV(lanes)
 
-static inline KV(lanes) KV(no_lanes)(void)
+static inline vlanes KV(no_lanes)(void)
 {
-    KV(lanes) lanes;
+    vlanes lanes;
     for (int i = 0; i < KV(PIECES); i++) lanes.piece[i] = vf_set1(0.0f);
     return lanes;
 }
 
-static inline float KV(sum_of)(KV(lanes) lanes) { return vf_hsum(KV(join_lanes)(lanes.piece, KV(PIECES))); }
+static inline float KV(sum_of)(vlanes lanes) { return vf_hsum(KV(join_lanes)(lanes.piece, KV(PIECES))); }
 
 static void KV(to_float32)(const void *source, ptrdiff_t n, float *row)
 {
@@ -146,7 +149,7 @@ static void KV(scale_row)(const float *row, ptrdiff_t n, float factor, const flo
 
 static float KV(sum_squares)(const float *row, ptrdiff_t n)
 {
-    KV(lanes) squares = KV(no_lanes)();
+    vlanes squares = KV(no_lanes)();
     ptrdiff_t i = 0;
     for (; i + KV_LANES <= n; i += KV_LANES)
         for (int lane = 0; lane < KV(PIECES); lane++) {
@@ -278,7 +281,7 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
     for (int r = 0; r < num_rows; r++) {
         float *weights = state->weights + r * KV_TILE;
         const vf base = vf_set1(m[r]);
-        KV(lanes) lanes = KV(no_lanes)();
+        vlanes lanes = KV(no_lanes)();
         if (m[r] == -INFINITY) {
             memset(weights, 0, (size_t)padded * sizeof(float));
             continue;

@@ -1,4 +1,4 @@
-/* Attention of many query rows in tiles. Panels of 16 query rows read the keys and values of a tile, which are laid out once as operands
+/* Attention of many query rows in tiles. Panels of 16 query rows read the keys and values of a tile, laid out once as operands
    for all panels. The softmax is corrected once for these tokens.
 
    Codes, and values of float rows next to codes, are multiplied as integers, products.inc.h. A matrix unit multiplies keys of

@@ -7,7 +7,8 @@
                   low x high are multiplied; the low parts' product, 2^-16 of the whole, is left out
 
    The sums over these tokens stay integers. With 1 part they are exact as in activations.inc.h, and scores, weights and sums of values
-   are computed in the same order: in the exact precision, rows on codes have the bits that vectors give them. With 2 parts, in units of 256,
+   are computed in the same order: in the exact precision, rows on codes have the bits that vectors give them. With 2 parts, in units of
+   256,
        |sum v x| / 256 <= 128 * 32639 * 32639 / 256 = 532 654 500 < 2^31, and what is left out is
    at most 64 * 128.
 

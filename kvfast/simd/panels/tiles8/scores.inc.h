@@ -73,7 +73,7 @@ typedef struct {
 typedef struct {
     KV_ALIGNED float scores[KV_ROWS * TILE_TOKENS];
     KV_ALIGNED float rope_scores[KV_ROWS * TILE_TOKENS];
-    KV_ALIGNED int8_t x[KV_ROWS * KV_MATRIX_TILE * 4]; /* of codes two bytes for each of 2 KV_MATRIX_TILE tokens, in bfloat16 two parts */
+    KV_ALIGNED int8_t x[KV_ROWS * KV_MATRIX_TILE * 4]; /* two bytes for each of 2 KV_MATRIX_TILE codes; in bfloat16 two parts */
     KV(folded_panel) folded;
     KV(lane_sums) sums[4];
 } KV(panel_room);

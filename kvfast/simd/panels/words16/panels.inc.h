@@ -182,7 +182,7 @@ static inline __attribute__((always_inline)) void KV(attend_words16)(
         KV(sort_rows)(panels + i, &all, &some);
         wanted[0] |= some, wanted[1] |= all;
     }
-    /* Blocks of codes have means, but latent rows have none. */
+    /* Blocks of codes may have means; latent rows do not. */
     KV(load_sides)(k, keys, wanted, operands->means, operands->keys, KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2, operands, room->keys,
                    k_loaded, of_codes);
     if (has_rope)

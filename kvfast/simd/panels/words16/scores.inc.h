@@ -46,8 +46,8 @@ static void KV(prepare_code_lane)(const float *rows, int n, float factor, int8_t
         KV(transpose_lines)((const int8_t *)square, (int8_t *)(columns + c * KV_ROWS));
     }
     for (int c = 0; c < n; c += 2, words += 64)
-        KV(put_word_pair)(vf_round(KV(load_column)(columns, NULL, factors, c)), vf_round(KV(load_column)(columns, NULL, factors, c + 1)),
-                          words);
+        KV(put_word_pair)(vf_round(KV(load_column)(columns, NULL, factors, c)),
+                          vf_round(KV(load_column)(columns, NULL, factors, c + 1)), words);
     KV(leave_words)(columns, NULL, factors, n, left);
 }
 
@@ -282,7 +282,8 @@ static void KV(refine_codes)(const KV(word_keys) *keys, const KV(word_folded) *f
         __mmask16 rows[KV_LANES + 4];
         for (; found; found &= found - 1) { /* without a branch, which would be a wrong guess too often */
             const int lane = lanes[count] = __builtin_ctz(found);
-            const vf size = vf_mul(vf_set1(keys->units[first + lane]), errors), score = vf_load(scores->weights + (first + lane) * KV_ROWS);
+            const vf size = vf_mul(vf_set1(keys->units[first + lane]), errors);
+            const vf score = vf_load(scores->weights + (first + lane) * KV_ROWS);
             rows[count] = _mm512_cmp_ps_mask(vf_sub(size, KV(least_errors)(score, most)), vf_set1(0.0f), _CMP_GE_OQ);
             count += rows[count] != 0;
         }

@@ -80,8 +80,8 @@ static inline __attribute__((always_inline)) void KV(round_weights)(KV(word_weig
     }
 }
 
-/* Adds to the noise of rows, and corrects it for the maxima now. Of float rows, those that see the whole tile, `all`, take the size of
-   its values, and others a bound that is rarely less: how many tokens are read depends on other rows. */
+/* Adds to the noise of rows, and corrects it for the maxima now. Where values are float rows, `all` marks the query rows that see the
+   whole tile and take the size of its values. Others take a bound that is rarely less: other rows decide how many tokens are read. */
 static void KV(add_noise)(kv_panel *panel, const kv_operands *operands, const KV(word_weights) *w, __mmask16 all, int groups)
 {
     const int of_codes = groups == 1;

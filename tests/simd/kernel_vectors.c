@@ -118,9 +118,9 @@ static void of_floats(vectors *v)
     floats(v, "dequantize", out, 61, BITS);
     v->kernels->scale_add(out, 0.3f, values, 1.7f, 61);
     floats(v, "scale_add", out, 61, NEAR);
-    double folded[61], sums[61];
-    for (int i = 0; i < 61; i++) folded[i] = out[i], sums[i] = values[i];
-    v->kernels->scale_add_double(folded, 0.3, sums, 1.7, 61);
+    double folded[61];
+    for (int i = 0; i < 61; i++) folded[i] = out[i];
+    v->kernels->scale_add_double(folded, 0.3, values, 1.7, 61);
     for (int i = 0; i < 61; i++) out[i] = (float)folded[i];
     floats(v, "scale_add_double", out, 61, NEAR);
     v->kernels->store_nontemporal(values, 61, acc);

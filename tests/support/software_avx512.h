@@ -159,6 +159,17 @@ LANES(mask_add_epi32, __m512i, i, 16, (__m512i other, __mmask16 mask, __m512i a,
       (o = BITS(other), x = BITS(a), y = BITS(b)), r.u[i] = mask >> i & 1 ? x.u[i] + y.u[i] : o.u[i])
 LANES(mask_add_ps, __m512, f, 16, (__m512 other, __mmask16 mask, __m512 a, __m512 b),
       (o = FLOATS(other), x = FLOATS(a), y = FLOATS(b)), r.x[i] = mask >> i & 1 ? x.x[i] + y.x[i] : o.x[i])
+LANES(mask_max_ps, __m512, f, 16, (__m512 other, __mmask16 mask, __m512 a, __m512 b),
+      (o = FLOATS(other), x = FLOATS(a), y = FLOATS(b)), r.x[i] = !(mask >> i & 1) ? o.x[i] : x.x[i] > y.x[i] ? x.x[i] : y.x[i])
+LANES(mask3_fmadd_ps, __m512, f, 16, (__m512 a, __m512 b, __m512 other, __mmask16 mask),
+      (x = FLOATS(a), y = FLOATS(b), o = FLOATS(other)), r.x[i] = mask >> i & 1 ? fmaf(x.x[i], y.x[i], o.x[i]) : o.x[i])
+LANES(maskz_div_ps, __m512, f, 16, (__mmask16 mask, __m512 a, __m512 b), (x = FLOATS(a), y = FLOATS(b)),
+      r.x[i] = mask >> i & 1 ? x.x[i] / y.x[i] : 0)
+/* kvfast asks for the larger magnitude, and for the nearest integer. */
+LANES(range_ps, __m512, f, 16, (__m512 a, __m512 b, int choice), (x = FLOATS(a), y = FLOATS(b)),
+      if (choice != 11) abort(); r.x[i] = fmaxf(fabsf(x.x[i]), fabsf(y.x[i])))
+LANES(roundscale_ps, __m512, f, 16, (__m512 a, int rounding), (x = FLOATS(a)),
+      if (rounding != (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)) abort(); r.x[i] = rintf(x.x[i]))
 LANES(maskz_scalef_ps, __m512, f, 16, (__mmask16 mask, __m512 a, __m512 exponents), (x = FLOATS(a), n = FLOATS(exponents)),
       r.x[i] = !(mask >> i & 1) ? 0 : n.x[i] != n.x[i] ? n.x[i] : ldexpf(x.x[i], (int)fmaxf(fminf(floorf(n.x[i]), 999), -999)))
 
@@ -226,6 +237,7 @@ FOLD(reduce_max_epi32, int32_t, d, SECOND_OF, high > low ? high : low)
             set |= (mask)((mask)(x.part[i] comparison y.part[i] ? 1 : 0) << i); \
         return set;                                                \
     }
+MASK(cmpeq_epi32_mask, __mmask16, d, 16, ==)
 MASK(cmplt_epi32_mask, __mmask16, d, 16, <)
 MASK(cmple_epi32_mask, __mmask16, d, 16, <=)
 MASK(cmpge_epi32_mask, __mmask16, d, 16, >=)
@@ -281,6 +293,12 @@ SOFTWARE __m512i software_maskz_compress_epi32(__mmask16 mask, __m512i a)
     return r.i;
 }
 
+SOFTWARE void software_mask_storeu_ps(void *p, __mmask16 mask, __m512 a)
+{
+    for (int i = 0; i < 16; i++)
+        if (mask >> i & 1) memcpy((char *)p + 4 * i, &FLOATS(a).x[i], 4);
+}
+
 /* Constants, copies and conversions. */
 #define software_setr_epi32(...) (((software_vector){.d = {__VA_ARGS__}}).i)
 #define software_set4_epi32(e3, e2, e1, e0) \
@@ -298,6 +316,8 @@ LANES(set_epi16, __m512i, i, 32,
 #define software_castps_si512(a) ((__m512i)(a))
 #define software_castsi512_ps(a) ((__m512)(a))
 #define software_castps512_ps256(a) (FLOATS(a).half_f[0])
+#define software_castps512_ps128(a) _mm256_castps256_ps128(FLOATS(a).half_f[0])
+#define software_maskz_compress_ps(mask, a) ((__m512)software_maskz_compress_epi32(mask, (__m512i)(a)))
 #define software_castps256_ps512(a) (((software_vector){.half_f = {a, a}}).f)
 #define software_extractf32x8_ps(a, half) (FLOATS(a).half_f[half])
 LANES(cvtepi32_epi8, __m128i, quarter[0], 16, (__m512i a), (x = BITS(a)), r.b[i] = (int8_t)x.d[i])

@@ -83,9 +83,9 @@ static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
 #endif
 
 /* Adds the rounding errors of a quad's activations to its scores, where they matter; in the fast precision makes these scores NaN. See
-   activations.inc.h. The tokens are `lane` to `stop` of a tile, from a slot of the first of `block` on. `rows` are the rows before
-   rounding, with their `inverse` and `unit`. `before` has their largest scores before the tile, or -infinity; `whole` marks rows that see
-   all of it. `error` times a unit is the largest standard error of such a row. */
+   activations.inc.h. The tokens are `lane` to `stop` of a tile, from a slot of the first of `block` on. `rows` are rows before they
+   are rounded, with their `inverse` and `unit`. `before` has their largest scores before the tile, or -infinity; `whole` marks rows
+   that see all of it. `error` times a unit is the largest standard error of such a row. */
 static inline __attribute__((always_inline)) void KV(refine)(
     const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *before, unsigned whole, float error,
     int num_rows, const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, kv_room *room,

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """How work is cut: the tokens of a tile, those between two softmax corrections, the tokens of a split, and the query rows of a task.
 
-Splits depend on positions alone: a query gives the same bits alone, with others and in a batch, for every number of threads. The splits
-of a task, a run, depend on the threads and on the number of queries.
+Splits depend on positions alone: a query gives the same bits alone, with others and in a batch, for every number of threads. A task
+reads a run of splits, whose length depends on the threads and on the number of queries.
 """
 from kvfast.attention.families cimport NO_PACKED_PANELS, NO_PANELS, panels_of
 from kvfast.attention.tasks cimport kv_add_tasks, kv_cut_context, kv_given, kv_keys, kv_partial_size

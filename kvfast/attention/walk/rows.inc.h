@@ -55,7 +55,7 @@ static inline unsigned kv_rows_to_refine(const kv_task *task, int block)
                             : task->kernels->rows_to_refine(narrow->acc, n, KV_LANES, n, narrow->softmax.noise, rows);
     for (int r = 0; r < rows && task->kernels != task->kernels->exact; r++)
         if (isnan(panel ? panel->l[r] : narrow->softmax.l[r])) marked |= 1u << r;
-    return marked && call->source->refines_blocks ? ~0u : marked;
+    return marked;
 }
 
 /* The sums of a row, its maximum and the sum of its weights. */

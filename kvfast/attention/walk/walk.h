@@ -62,7 +62,6 @@ typedef struct {
     void (*read)(kv_task *task);
     /* Writes an output row; the log-sum-exp is top + log(l). */
     void (*write)(const kv_call *call, const kv_query *query, ptrdiff_t q_head, float *row, float top, float l);
-    int refines_blocks; /* rows that are read again take all of their KV_ROWS along: without rounded weights, sums differ */
 } kv_source;
 
 /* One call of attention. */

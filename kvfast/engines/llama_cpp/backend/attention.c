@@ -195,8 +195,8 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     c.walk.sinks = op->src[4] ? op->src[4]->data : NULL;
     c.walk.num_q_heads = c.q->ne[2], c.walk.group = (int)c.q->ne[2] / heads;
     c.rows = c.q->ne[1] * c.walk.group;
-    /* Panels have other bits than few rows. Words gain too little over codes, and are not within the contract for f32, unlike the 17 bits
-       of a matrix unit. */
+    /* Panels have other bits than few rows. Words gain too little over codes, and are not within the contract for f32; a matrix unit has
+       17 bits for it. */
     const bool as_codes = c.tier.rows->transpose_codes[k] && c.tier.rows->gather[v], is_f32 = k == GGML_TYPE_F32 || v == GGML_TYPE_F32;
     const bool without = !is_fast && !kernels->has_matrix && (as_codes || is_f32);
     c.strict = kv_active_precision() == KV_PRECISION_INVARIANT;

@@ -230,7 +230,7 @@ typedef struct {
     KV_ALIGNED int8_t words[KV_ROWS * KV_MAX_HEAD_DIM * 2];
     KV(word_queries) queries;
     const float *columns, *channels; /* (n, 16); (n,) or NULL */
-    const int8_t *left;              /* what their rounding left out, without channels */
+    const int8_t *left;              /* the rounding errors of the columns, times no channels */
     vf inverse;
 } KV(word_folded);
 

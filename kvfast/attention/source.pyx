@@ -5,7 +5,7 @@ from cpython.pyport cimport PY_SSIZE_T_MAX
 
 from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_split_begin,
                                      kv_stretch, kv_task, own_of)
-from kvfast.attention.tiles cimport attend_range, kv_range, load, step_of, touch, touch_first_floats, touch_sinks
+from kvfast.attention.tiles cimport attend_range, begin_at_first, kv_range, load, step_of, touch, touch_first_floats, touch_sinks
 from kvfast.codec.blocks cimport block_of, kv_context, kv_layout, patched_from
 from kvfast.core.limits cimport KV_TASK_ROWS
 
@@ -94,6 +94,8 @@ cdef void read(kv_task *task) noexcept nogil:
         _attend_span(task, 0, sinks_end, _ZEROS, own.sink_stops, &rest)
     if (not task.loaded and sinks_end == 0) or (sinks_end > 0 and given.request.sink_q.data != NULL):
         load(task, &given.request.q)
+    if item.first_split + task.split > 0:
+        begin_at_first(task)
     if begin < end:
         following = kv_range(given.layout, given.tile, end, item.end)
         _attend_span(task, begin, end, own.starts, own.stops, &following if task.split + 1 < task.end_split else NULL)

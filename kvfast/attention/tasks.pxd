@@ -147,6 +147,7 @@ ctypedef struct kv_own:
     kv_room room
     const kv_side *prepared    # the keys for which the scratch has the rows, or NULL
     float rest[2 * KV_ROWS * KV_MAX_HEAD_DIM]
+    float firsts[KV_TASK_ROWS]             # each row's score of the first token, or -infinity
     Py_ssize_t starts[KV_TASK_ROWS]        # what each row sees of an item
     Py_ssize_t stops[KV_TASK_ROWS]
     Py_ssize_t sink_stops[KV_TASK_ROWS]

@@ -12,6 +12,7 @@ ctypedef struct kv_range:
 
 
 cdef void load(kv_task *task, const kv_rows *q) noexcept nogil
+cdef void begin_at_first(kv_task *task) noexcept nogil
 cdef int step_of(const kv_task *task) noexcept nogil
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil
 cdef void touch_first_floats(const kv_task *task) noexcept nogil

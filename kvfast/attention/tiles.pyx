@@ -4,11 +4,12 @@ or for panels of them.
 
 The task finds the blocks of its sequence, and prefetches the next tile while it reads one.
 """
+from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, uint16_t
 from libc.string cimport memset
 
 from kvfast.attention.cuts cimport token_bytes
-from kvfast.attention.tasks cimport given_of, keys_of, kv_given, kv_num_blocks, kv_own, kv_touch, kv_traffic, own_of
+from kvfast.attention.tasks cimport given_of, keys_of, kv_given, kv_num_blocks, kv_own, kv_query, kv_touch, kv_traffic, own_of
 from kvfast.codec.blocks cimport (KV_TO_QUERIES, block_of, change_key_basis, k_block_at, k_offset_of, kv_context, kv_layout, piece_of,
                                   v_block_at, v_offset_of, values_of)
 from kvfast.core.arrays cimport kv_rows
@@ -31,6 +32,7 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
         _load_rows(task, q, &layout.k, 0, task.rows, task.narrow.rows)
         if rope != NULL:
             _load_rows(task, &given.request.rope_q, rope, 0, task.rows, own.rope.rows)
+        _score_first(task, task.narrow.rows, 0, task.rows)
         return
     for i in range(kv_num_blocks(task)):
         _load_rows(task, q, &layout.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
@@ -38,6 +40,52 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
             _load_rows(task, &given.request.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
         task.kernels.panels[given.panel_kind].prepare(&layout.k, task.wide.rows, rope, task.wide.rope_rows, given.request.options.scale,
                                                       layout.floats != NULL, task.wide.panels + i)
+        _score_first(task, task.wide.rows, i * KV_ROWS, KV_ROWS)
+
+
+cdef void _score_first(const kv_task *task, const float *rows, int first, int count) noexcept nogil:
+    """Find the scores of the first token, which is often an attention sink, for `count` rows of a task with later splits."""
+    cdef const kv_given *given = given_of(task)
+    cdef const kv_layout *layout = given.layout.floats if given.layout.float_tokens else given.layout
+    cdef kv_own *own = own_of(task)
+    cdef kv_scratch *scratch = task.narrow
+    cdef kv_tile keys, values
+    cdef kv_ahead ahead
+    cdef float score
+    cdef int r
+    for r in range(count):
+        own.firsts[first + r] = -INFINITY
+    if (task.item.first_split + task.item.splits == 1 or layout.latent or layout.decode != NULL or given.chosen != NULL
+            or kv_bends(&task.options)):
+        return
+    _locate(task, layout, 0, KV_LANES, &keys, &values)
+    keys.count = KV_LANES
+    _aim(&ahead.next, &layout.k, &keys, KV_LANES, KV_LANES)
+    ahead.after, ahead.lead = ahead.next, 0
+    task.kernels.prepare[layout.k.dtype](&layout.k, rows, count, given.request.options.scale, &scratch.queries)
+    task.kernels.scores[layout.k.dtype](&layout.k, &scratch.queries, count, &keys, &ahead, scratch.softmax.weights)
+    for r in range(count):
+        score = scratch.softmax.weights[r * KV_TILE]
+        if score == score:  # not NaN, which the fast precision gives for a score that is not sure
+            own.firsts[first + r] = score
+    if task.wide == NULL:
+        own.prepared = &layout.k
+
+
+cdef void begin_at_first(kv_task *task) noexcept nogil:
+    """Let the largest scores of rows begin with that of the first token, which they see in an earlier split. A token far below an
+    attention sink then needs no more bits. The result is the same but for rounding: a partial result may have any maximum."""
+    cdef kv_own *own = own_of(task)
+    cdef const kv_query *query
+    cdef int r
+    for r in range(task.rows):
+        query = task.call.queries + own.tokens[r]
+        if own.sink_stops[r] or (query.start > 0 and (query.sink_stop == 0 or given_of(task).request.sink_q.data != NULL)):
+            continue  # it has read it in this split, or does not see it
+        if task.wide == NULL:
+            task.narrow.softmax.m[r] = own.firsts[r]
+        else:
+            task.wide.panels[r // KV_ROWS].m[r % KV_ROWS] = own.firsts[r]
 
 
 cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count, float *rows) noexcept nogil:

@@ -45,6 +45,25 @@ def test_loud_channels_of_queries(isa, rng, name):
 
 
 @pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("above", (-200, 4, 9, 60, 200))
+def test_a_first_token_above_the_splits_after_it(isa, rng, name, above):
+    """Later splits begin with its score as their largest so far, and may be all that counts, or nothing."""
+    k, v = rng.standard_normal((2, 1400, 1, 32)).astype(np.float32)
+    k[:, :, 3] = 0
+    k[0, :, 3], k[1, :, 3] = above, above / 2 + 5
+    cache = cache_of(STORED[name], k, v)
+    for n in (1, 40):
+        q = rng.standard_normal((n, 2, 32)).astype(np.float32)
+        q[:, :, 3] = 32**0.5
+        sinks = [{"sliding_window": window, "num_sink_tokens": 2} for window in (200, 1390)]
+        for sees in ({}, {"sliding_window": 1100}, *sinks):
+            expected, lse = attention(q, cache.k(0), cache.v(0), **sees)
+            output, at = cache.attend(0, q, return_lse=True, **sees)
+            assert relative_error(output, expected) < bound(name), (n, sees)
+            np.testing.assert_allclose(at, lse, rtol=1e-5, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", STORED)
 def test_many_small_weights_beside_a_large_one(isa, rng, name):
     """Each is less than a step of 15 bits, and together they are more than the contract allows to lose."""
     dim = 32

@@ -73,12 +73,11 @@ static inline vf KV(vf_hadamard)(vf x)
 
 static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 {
-    const vf ab = vf_add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
-    const vf cd = vf_add(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
-    vf abcd = vf_add(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
-    abcd = vf_add(abcd, _mm512_permute_ps(abcd, 0x4E));
-    abcd = vf_add(abcd, _mm512_permute_ps(abcd, 0xB1));
-    _mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, abcd)));
+    vf ab = vf_add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    vf cd = vf_add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    vf abcd = vf_add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
 /* Integer dot products. With VNNI the 16-bit activation is cut into 256 x high + low, both int8; without it codes are

@@ -39,15 +39,13 @@ static void KV(multiply_float_strip)(
         }
 }
 
-/* vf_sum4 adds halves of a register (W == 16), or neighbours (W == 8): the first lane of pair p, and how far the other is. */
+/* The order in which vf_sum4 adds up four lanes, and (W == 16) four lots of four. */
 #if W == 16
-#define KV_LANE(lot, p) (2 * ((lot) % 2) + (lot) / 2 + 4 * (p))
-#define KV_FAR 8
+#define KV_ORDER(i) (2 * ((i) % 2) + (i) / 2)
 #elif W == 8
-#define KV_LANE(lot, p) (4 * (lot) + 2 * (p))
-#define KV_FAR 1
+#define KV_ORDER(i) (i)
 #endif
-#ifdef KV_FAR
+#ifdef KV_ORDER
 /* Scores as score_quad has them: each token's products are summed up in W lanes, over the depth, and these in the order of vf_sum4. Here
    a lane has a register, with W tokens. */
 static inline __attribute__((always_inline)) void KV(multiply_rows_in_order)(
@@ -56,10 +54,11 @@ static inline __attribute__((always_inline)) void KV(multiply_rows_in_order)(
     vf four[W / 4][KV_QUAD];
 #pragma GCC unroll 4
     for (int lot = 0; lot < W / 4; lot++) {
+        const int first = 4 * (W == 16 ? KV_ORDER(lot) : lot);
         vf pair[2][KV_QUAD];
 #pragma GCC unroll 2
         for (int p = 0; p < 2; p++) {
-            const int low = KV_LANE(lot, p), high = low + KV_FAR;
+            const int low = first + KV_ORDER(2 * p), high = first + KV_ORDER(2 * p + 1);
             vf sum[2][KV_QUAD];
             KV_FOR4(r, rows, sum[0][r] = sum[1][r] = vf_set1(0.0f););
             for (int i = 0; i < depth; i += W) {

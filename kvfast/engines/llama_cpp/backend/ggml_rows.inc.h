@@ -102,7 +102,7 @@ const kv_row_kernels KV(kv_row_kernels) = {
     .add_gathered = {[GGML_TYPE_Q8_0] = KV(add_gathered_q8_0), [GGML_TYPE_Q4_0] = KV(add_gathered_q4_0)},
 #endif
     .multiply = KV(multiply_float_strip),
-#ifdef KV_FAR
+#ifdef KV_ORDER
     .multiply_in_order = KV(multiply_in_order),
 #endif
     .transpose_rows = KV(transpose_rows),

@@ -17,10 +17,20 @@ static inline void KV(put_word_pair)(vi a, vi b, int8_t *out)
 }
 
 /* A channel of 16 rows as it is multiplied, before it is rounded: of (n, 16) `columns`, times its scale if keys have them. */
-static inline __attribute__((always_inline)) vf KV(load_column)(const float *columns, const float *channels, vf inverse, int c)
+static inline __attribute__((always_inline)) vf KV(load_column)(const float *columns, const float *channels, vf inverse, ptrdiff_t c)
 {
     const vf x = vf_load(columns + c * KV_ROWS);
     return vf_mul(channels ? vf_mul(x, vf_set1(channels[c])) : x, inverse);
+}
+
+/* Rounds 16 rows of n floats to words. */
+static inline __attribute__((always_inline)) void KV(round_columns)(const float *columns, const float *channels, vf inverse,
+                                                                    ptrdiff_t n, int8_t *words)
+{
+#pragma GCC unroll 8
+    for (ptrdiff_t c = 0; c < n; c += 2)
+        KV(put_word_pair)(vf_round(KV(load_column)(columns, channels, inverse, c)),
+                          vf_round(KV(load_column)(columns, channels, inverse, c + 1)), words + c * 32);
 }
 
 /* What the rounding of 16 rows leaves out, as leave_rounding and put_activations give it. */
@@ -45,9 +55,7 @@ static void KV(prepare_code_lane)(const float *rows, int n, float factor, int8_t
         for (int r = 0; r < KV_ROWS; r++) vf_store(square + r * KV_LANES, vf_load(rows + r * n + c));
         KV(transpose_lines)((const int8_t *)square, (int8_t *)(columns + c * KV_ROWS));
     }
-    for (int c = 0; c < n; c += 2, words += 64)
-        KV(put_word_pair)(vf_round(KV(load_column)(columns, NULL, factors, c)),
-                          vf_round(KV(load_column)(columns, NULL, factors, c + 1)), words);
+    KV(round_columns)(columns, NULL, factors, n, words);
     KV(leave_words)(columns, NULL, factors, n, left);
 }
 
@@ -161,12 +169,17 @@ static inline vf KV(least_scores)(vf squares, vf most)
     return _mm512_mask_mov_ps(least, _mm512_cmp_ps_mask(u, vf_set1(1.0f), _CMP_GT_OQ), vf_set1(-INFINITY));
 }
 
-/* Those of 16 tokens that have a score of at least `least` for some row. */
+/* Whether one of 16 tokens has a score of at least `least` for some row, */
+static inline int KV(has_large_score)(const KV(word_scores) *scores, int token, vf least)
+{
+    const float *most = scores->most + token / 8 * KV_ROWS;
+    return _mm512_cmp_ps_mask(vf_max(vf_load(most), vf_load(most + KV_ROWS)), least, _CMP_NLT_UQ) != 0;
+}
+
+/* and which of them. */
 static inline __mmask16 KV(find_large_scores)(const KV(word_scores) *scores, int token, vf least)
 {
     KV_ALIGNED float above[KV_LANES * KV_ROWS];
-    const float *most = scores->most + token / 8 * KV_ROWS;
-    if (!_mm512_cmp_ps_mask(vf_max(vf_load(most), vf_load(most + KV_ROWS)), least, _CMP_NLT_UQ)) return 0;
     for (int i = 0; i < KV_LANES; i++)
         vf_store(above + i * KV_ROWS, vf_sub(vf_load(scores->weights + (token + i) * KV_ROWS), least));
     return _mm512_cmp_ps_mask(KV(reduce_rows)(above, 1), vf_set1(0.0f), _CMP_NLT_UQ);
@@ -198,7 +211,8 @@ static void KV(refine_rows)(const KV(word_keys) *keys, const float *rows, vf uni
     for (int first = begin; first < end; first += KV_LANES) {
         error = KV(most_squared_errors)(unit, square, keys, first);
         const __mmask16 loud = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
-        if (loud) found[first / 64] |= (uint64_t)(loud & KV(find_large_scores)(scores, first, least)) << first % 64;
+        if (loud && KV(has_large_score)(scores, first, least))
+            found[first / 64] |= (uint64_t)(loud & KV(find_large_scores)(scores, first, least)) << first % 64;
     }
     const vi order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     KV(exact_scores) *const exact = KV_IN(room->again, KV(exact_scores));
@@ -237,13 +251,13 @@ typedef struct {
 /* The same numbers as fold_statistics and put_activations, for 16 rows at once: a vector holds a channel of all rows. */
 static void KV(fold_words)(const kv_panel *panel, const KV(word_keys) *keys, int block, KV(word_folded) *folded)
 {
-    const int n = keys->dim;
+    const ptrdiff_t n = keys->dim;
     const float *means = keys->means + (ptrdiff_t)block * KV_MAX_HEAD_DIM;
     const float *channels = keys->channels ? keys->channels + (ptrdiff_t)block * KV_MAX_HEAD_DIM : NULL;
     vf sums[KV_LANES], peaks[2] = {vf_set1(0.0f), vf_set1(0.0f)};
 #pragma GCC unroll 16
     for (int i = 0; i < KV_LANES; i++) sums[i] = vf_set1(0.0f);
-    for (int c = 0; c < n; c += KV_LANES)
+    for (ptrdiff_t c = 0; c < n; c += KV_LANES)
 #pragma GCC unroll 16
         for (int i = 0; i < KV_LANES; i++) {
             const vf x = vf_load(panel->columns + (c + i) * KV_ROWS);
@@ -257,9 +271,7 @@ static void KV(fold_words)(const kv_panel *panel, const KV(word_keys) *keys, int
     folded->inverse = KV(inverse_of)(vf_set1(KV_MAX_ACTIVATION), peak);
     folded->queries.words = folded->words;
     folded->queries.unit = vf_mul(peak, vf_set1(panel->factor * (1.0f / KV_MAX_ACTIVATION)));
-    for (int c = 0; c < n; c += 2)
-        KV(put_word_pair)(vf_round(KV(load_column)(panel->columns, channels, folded->inverse, c)),
-                          vf_round(KV(load_column)(panel->columns, channels, folded->inverse, c + 1)), folded->words + c * 32);
+    KV(round_columns)(panel->columns, channels, folded->inverse, n, folded->words);
 }
 
 /* The same as refine of vectors, for the tokens begin to end, of one block if they have statistics. `most` are the largest scores
@@ -274,10 +286,12 @@ static void KV(refine_codes)(const KV(word_keys) *keys, const KV(word_folded) *f
     const float largest = vf_hmax(errors) * 1.001f;
     if (!(largest * keys->most_unit >= KV_LEAST_ERROR)) return;
     for (int t = 0; t < end && whole; t += 8) most = _mm512_mask_max_ps(most, whole, most, vf_load(scores->most + t / 8 * KV_ROWS));
+    const vf over = vf_mul(errors, vf_set1(keys->most_unit * (1.001f / 0.29f))), least = KV(least_scores)(vf_mul(over, over), most);
     for (int first = begin; first < end; first += KV_LANES) {
-        const vf units = vf_load(keys->units + first), over = vf_mul(errors, vf_set1(vf_hmax(units) * (1.001f / 0.29f)));
-        unsigned found = _mm512_cmp_ps_mask(vf_mul(units, vf_set1(largest)), vf_set1(KV_LEAST_ERROR), _CMP_GE_OQ);
-        if (found) found &= KV(find_large_scores)(scores, first, KV(least_scores)(vf_mul(over, over), most));
+        if (!KV(has_large_score)(scores, first, least)) continue;
+        const vf error = vf_mul(vf_load(keys->units + first), vf_set1(largest));
+        unsigned found = _mm512_cmp_ps_mask(error, vf_set1(KV_LEAST_ERROR), _CMP_GE_OQ);
+        if (found) found &= KV(find_large_scores)(scores, first, least);
         int lanes[KV_LANES + 4], count = 0; /* the tokens that matter to some row, and these rows */
         __mmask16 rows[KV_LANES + 4];
         for (; found; found &= found - 1) { /* without a branch, which would be a wrong guess too often */

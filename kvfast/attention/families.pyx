@@ -23,7 +23,9 @@ cdef int panels_of(const kv_kernels *kernels, const kv_layout *layout) noexcept 
     elif layout.k.family == KV_FLOAT_ROWS and layout.v.family == KV_FLOAT_ROWS:
         kind = KV_PANELS_OF_ROWS
     # Panels multiply numbers of at most 16 bits, which lose bits of float32; and they read rows where they lie.
-    if layout.decode != NULL or layout.k.dtype == KV_FLOAT32 or layout.v.dtype == KV_FLOAT32:
+    # The fast precision has vectors alone for packed codes: the panels of the exact one would take longer.
+    if (layout.decode != NULL or layout.k.dtype == KV_FLOAT32 or layout.v.dtype == KV_FLOAT32
+            or (kind == KV_PANELS_OF_PACKED and kernels != kernels.exact)):
         return NO_PANELS
     if kernels.panels[kind].family == NULL:
         return NO_PACKED_PANELS if kind == KV_PANELS_OF_PACKED and kernels.panels[KV_PANELS_OF_CODES].family != NULL else NO_PANELS

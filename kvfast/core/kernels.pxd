@@ -205,6 +205,7 @@ cdef extern from "simd/kernels.h" nogil:
         void (*accumulate_latent[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                                                  const kv_ahead *ahead, float *acc) noexcept nogil
         kv_panel_kernels panels[KV_PANEL_KINDS]
+        const kv_kernels *exact
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil
         void (*nearest)(const float *points, Py_ssize_t stride, Py_ssize_t n, const kv_pq_codebook *book, const float *half_norms,

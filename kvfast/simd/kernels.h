@@ -186,8 +186,8 @@ typedef struct {
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];
 } kv_panel;
 
-/* Keys and values of a tile, of KV_MATRIX_TILE tokens or, of codes in the exact precision, KV_TILE, as their family has them; see the
-   operands.inc.h of each. */
+/* Keys and values of a tile, of KV_MATRIX_TILE tokens or, of codes, KV_TILE, as their family has them; see the operands.inc.h of
+   each. */
 typedef struct {
     kv_room *room;
     int dim, value_dim;                 /* padded, of keys and of values */
@@ -197,7 +197,7 @@ typedef struct {
     int rope_dim, rope_bf16_parts;      /* of the rotary part of latent rows, or 0 */
     int num_blocks;                     /* with means */
     int block_of[KV_TILE / KV_LANES];
-    int folds[KV_TILE / KV_LANES]; /* whether queries take the scales of a block's channels */
+    int folds;                          /* whether queries take the scales of a block's channels */
     float error, rope_error;            /* see error_of_unit */
     float code_size;                    /* of values; see there */
     int tile;                           /* tokens of a whole tile of codes */
@@ -211,7 +211,6 @@ typedef struct {
     KV_ALIGNED float key_scales[KV_TILE];
     KV_ALIGNED float rope_scales[KV_TILE];
     KV_ALIGNED float value_scales[KV_TILE];
-    KV_ALIGNED float value_logs[KV_MATRIX_TILE];                            /* of the fast precision: their logarithms, base 2 */
     KV_ALIGNED int32_t key_starts[2 * KV_MATRIX_TILE], rope_starts[2 * KV_MATRIX_TILE]; /* of vectors: what sums of bytes begin with */
     KV_ALIGNED float means[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];    /* (blocks, KV_MAX_HEAD_DIM) of key blocks */
     KV_ALIGNED float channels[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];

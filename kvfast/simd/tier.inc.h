@@ -131,7 +131,7 @@
 #ifdef KV_MORE_KERNELS
 #define KV_PANEL_TABLE .panels = {[KV_PANELS_OF_ROWS] = KV_FAMILY(tiles8, KV_MATRIX_TILE, attend_tiles8)},
 #else
-#define KV_PANEL_TABLE .panels = {[KV_PANELS_OF_CODES] = KV_FAMILY(tiles8, KV_MATRIX_TILE, attend_tiles8)},
+#define KV_PANEL_TABLE .panels = {[KV_PANELS_OF_CODES] = KV_FAMILY(tiles8, KV_TILE, attend_tiles8)},
 #endif
 #endif
 

@@ -13,9 +13,9 @@ COUNTS = 1, 2, 15, 16, 17, 33, 64, 100, 512
 TOKENS, HEADS, DIM = 2300, 2, 24
 STORAGE = {name: name for name in ("float32", "float16", "bfloat16", "float16/bfloat16")} | FORMATS
 EXACT = [isa for isa, names in families().items() if set(names.values()) == {"vectors"}]  # tiers without panels
-# Precisions whose results do not depend on the number of queries: the exact one on all formats, or on those of codes alone.
-WAYS = [(isa, precision) for isa in kvfast.available_isas() if isa != "scalar" for precision in ("exact", "invariant")]
-BEST = WAYS[:2]
+# Precisions whose results do not depend on the number of queries: exact and fast on all formats, or on those of codes alone.
+WAYS = [(isa, precision) for isa in kvfast.available_isas() if isa != "scalar" for precision in ("exact", "fast", "invariant")]
+BEST = WAYS[:3]
 
 
 def holds(way, dtype):

@@ -8,11 +8,6 @@
 #include "tiles8/operands.inc.h"
 #include "tiles_bf16/operands.inc.h"
 #include "tiles8/weights.inc.h"
-#if KV_FAST
-#include "tiles8/weights_fast.inc.h"
-#else
-#include "tiles8/weights_exact.inc.h"
-#endif
 #include "tiles8/products.inc.h"
 #if KV_TILE_UNIT
 #include "tiles8/by_unit.inc.h"

@@ -36,10 +36,9 @@
 
    The fast precision (KV_FAST) has activations of one byte, in -127..127. Then |sum c x| <= 128 * 127 * 512 < 2^23, and the errors
    are those above with 127 in place of 32639. Nothing is multiplied again: where an error may matter the score is NaN, and the row is
-   read again in the exact precision. The rounding of a weight is still carried, so that the sum of many small weights is right. Keys
-   of INT4 with channel scales are read as codes of as many bits as their line has, b, and their scales are 2^(8 - b) times those of
-   codes of 8 bits: the rounding of a channel that has few bits then weighs less. Tiles of many rows do both otherwise: see
-   scale_codes in panels/tiles8/operands.inc.h, and panels/tiles8/weights_fast.inc.h. */
+   read again in the exact precision. The rounding of a weight is still carried, so that the sum of many small weights is right. Where
+   codes must be short (KV_SHORT_CODES), keys of INT4 with channel scales are read as codes of as many bits as their line has, b, and
+   their scales are 2^(8 - b) times those of codes of 8 bits. */
 #define KV_MAX_WORD 32639.0f
 #define KV_MAX_ACTIVATION (KV_FAST ? 127.0f : KV_MAX_WORD)
 #define KV_MAX_WEIGHT (KV_MAX_ACTIVATION - 1.0f) /* plus the carried rounding at most KV_MAX_ACTIVATION */
@@ -136,16 +135,13 @@ static unsigned KV(rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdi
     return rows;
 }
 
-#if KV_FAST
-/* The fractions of a unit that weights are rounded with, between 0 and 1 with a mean of 1/2: i x 0.618..., less its integer part. Whole
-   numbers times the golden ratio lie evenly between integers, and so does every second of them, or third. So weights below a unit keep
-   their sum, also those of values that alternate (Weyl, Ueber die Gleichverteilung von Zahlen mod. Eins, 1916). */
-#define KV_EVEN(i) (float)((i) * 0.6180339887 - (int)((i) * 0.6180339887) + 0.0048)
+/* What is carried to the first weight of each of 16 lanes, in units: 0, or in the fast precision numbers between -1/2 and 1/2 with a
+   mean of 0, the fractions of i x 0.618... Whole numbers times the golden ratio lie evenly between integers, and so does every second
+   of them, or third. So weights below a unit keep their sum, also those of values that alternate (Weyl, Ueber die Gleichverteilung
+   von Zahlen mod. Eins, 1916). */
+#define KV_EVEN(i) (KV_FAST ? (float)((i) * 0.6180339887 - (int)((i) * 0.6180339887) - 0.4952) : 0.0f)
 #define KV_EVEN4(i) KV_EVEN(i), KV_EVEN((i) + 1), KV_EVEN((i) + 2), KV_EVEN((i) + 3)
-#define KV_EVEN16(i) KV_EVEN4(i), KV_EVEN4((i) + 4), KV_EVEN4((i) + 8), KV_EVEN4((i) + 12)
-#define KV_EVEN64(i) KV_EVEN16(i), KV_EVEN16((i) + 16), KV_EVEN16((i) + 32), KV_EVEN16((i) + 48)
-static const KV_ALIGNED float KV(fractions)[KV_MATRIX_TILE] = {KV_EVEN64(0), KV_EVEN64(64)};
-#endif
+static const KV_ALIGNED float KV(first_left)[KV_LANES] = {KV_EVEN4(0), KV_EVEN4(4), KV_EVEN4(8), KV_EVEN4(12)};
 
 /* Cuts up to KV_QUAD rows of n floats, times their inverse scales, into the activations that dot_quad reads. sums[r] is the sum
    of row r. With `zeros`, each activation counts as many times as its zero says. With `carry`, each rounding error is added to the
@@ -157,13 +153,8 @@ static inline __attribute__((always_inline)) void KV(put_activations)(
     vi sum[KV_QUAD], value[KV_QUAD];
     vf product[KV_QUAD];
     vf left[KV_LANES / W][KV_QUAD];
-    for (int lane = 0; lane < KV_LANES / W; lane++) {
-        vf begin = vf_set1(0.0f);
-#if KV_FAST
-        if (carry) begin = vf_sub(vf_load(KV(fractions) + lane * W), vf_set1(0.5f));
-#endif
-        KV_FOR4(r, KV_QUAD, left[lane][r] = begin;);
-    }
+    for (int lane = 0; lane < KV_LANES / W; lane++)
+        KV_FOR4(r, KV_QUAD, left[lane][r] = carry ? vf_load(KV(first_left) + lane * W) : vf_set1(0.0f););
     KV_FOR4(r, KV_QUAD, sum[r] = value[r] = vi_set1(0); product[r] = vf_set1(0.0f););
     for (ptrdiff_t i = 0; i < n; i += KV_LANES)
         for (int lane = 0; lane < KV_LANES / W; lane++) {
@@ -252,7 +243,11 @@ typedef struct {
 } KV(folded);
 
 /* Whether keys with channel scales are read as codes of as many bits as their line has. */
-#define KV_OWN_BITS(dtype) (KV_FAST && (dtype) == KV_INT4)
+#ifdef KV_SHORT_CODES
+#define KV_OWN_BITS(dtype) ((dtype) == KV_INT4)
+#else
+#define KV_OWN_BITS(dtype) 0
+#endif
 
 /* The middle of the codes of each channel, of as many bits as its line has. Returns what error_of_unit is for these codes. */
 static inline float KV(put_zeros)(const kv_key_order *order, int padded_dim, float *zeros)

@@ -4,7 +4,7 @@
 enum {
     TILE_DEPTH = 64,
     TILE_BYTES = KV_ROWS * TILE_DEPTH,
-    TILE_TOKENS = KV_FAST ? KV_MATRIX_TILE : KV_TILE, /* the most; of float rows KV_MATRIX_TILE */
+    TILE_TOKENS = KV_TILE, /* the most; of float rows KV_MATRIX_TILE */
     TOKEN_TILES = TILE_TOKENS / TILE_DEPTH,
 };
 
@@ -83,38 +83,6 @@ static inline void KV(put_lines)(const char *codes, int lines, int dtype, int8_t
     else for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_GAUSS4, out);
 }
 
-/* Whether the codes of a block of keys are multiplied by their channels' scales. The fast precision does so, unless a channel is
-   louder than five times the mean: the others would keep too few bits. (So would all, were the largest scale a small fraction; such
-   blocks come only from elsewhere.) */
-static int KV(takes_scales)(const kv_side *side, const uint16_t *channels)
-{
-    int sum = 0, most = 0;
-    for (int c = 0; c < side->head_dim; c++) {
-        const int scale = channels[c] & KV_FACTOR;
-        sum += scale;
-        most = scale > most ? scale : most;
-    }
-    return KV_FAST && most > KV_FACTOR / 2 && most * side->head_dim <= 5 * sum;
-}
-
-#if KV_FAST
-/* Multiplies codes of keys by their channels' scales, and rounds them to bytes again, in units of KV_FACTOR + 1 parts of these: the
-   loudest channel keeps its 8 bits. So no panel multiplies its queries by the scales of each block. */
-static inline void KV(scale_codes)(const uint16_t *channels, int n, int8_t *codes)
-{
-    const vi fraction = _mm512_set1_epi16(2 * KV_FACTOR);
-    for (int c = 0; c < n; c += 4, codes += 64) {
-        const vi line = _mm512_load_si512(codes); /* bytes of 4 channels; the first and the third are low bytes of words */
-        const uint64_t stored = (uint64_t)kv_load64(channels + c) << 1;
-        const vi even = vi_set1((int)((stored & 0xFFFF) | (stored >> 16 & 0xFFFF0000)));
-        const vi odd = vi_set1((int)((stored >> 16 & 0xFFFF) | (stored >> 32 & 0xFFFF0000)));
-        const vi low = _mm512_mulhrs_epi16(_mm512_srai_epi16(_mm512_slli_epi16(line, 8), 8), vi_and(even, fraction));
-        const vi high = _mm512_mulhrs_epi16(_mm512_srai_epi16(line, 8), vi_and(odd, fraction));
-        _mm512_store_si512(codes, _mm512_or_si512(vi_and(low, _mm512_set1_epi16(255)), _mm512_slli_epi16(high, 8)));
-    }
-}
-#endif
-
 /* Loads keys of 16 tokens that are stored as codes: (padded_dim / 64, 16 lines, 64). */
 static inline void KV(load_key_lane)(const kv_side *side, const char *block, int slot, int8_t *out, float *scales)
 {
@@ -122,14 +90,10 @@ static inline void KV(load_key_lane)(const kv_side *side, const char *block, int
     const char *codes = block + slot / KV_LANES * (ptrdiff_t)lines * 64;
     if (side->channels) { /* INT4: prompts on INT3 are multiplied by vectors */
         const uint16_t *channels = (const uint16_t *)(block + side->channels);
-        const int takes_scales = KV(takes_scales)(side, channels);
         kv_key_order order;
         KV(read_key_order)(channels, side->padded_dim, &order);
         KV(widen_keys)(codes, side->padded_dim / KV_UNIT, &order, KV_INT4, KV_KEY_BIAS(KV_INT4), codes, out);
-#if KV_FAST
-        if (takes_scales) KV(scale_codes)(channels, side->padded_dim, out);
-#endif
-        vf_store(scales, vf_set1(takes_scales ? KV(unit_of)(channels) * (KV_FACTOR + 1) : 1.0f));
+        vf_store(scales, vf_set1(1.0f));
     } else {
         KV(put_lines)(codes, lines, side->dtype, out);
         vf_store(scales, KV(load_scales)(block + side->scales, slot, side->dtype));
@@ -206,7 +170,6 @@ static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_ope
         if (t < tile->count && (t == 0 || slot == 0)) {
             const char *at = tile->base + *block;
             i++;
-            operands->folds[i] = side->channels && !KV(takes_scales)(side, (const uint16_t *)(at + side->channels));
             KV(load_block_statistics)(side, at, operands->means + i * KV_MAX_HEAD_DIM, operands->channels + i * KV_MAX_HEAD_DIM);
         }
         operands->block_of[t / KV_LANES] = i;

@@ -75,6 +75,7 @@ static void KV(load_all_keys)(const kv_side *k, const kv_side *v, const kv_tile 
     operands->value_dim = v->as_keys ? k->padded_dim : v->padded_dim;
     operands->rope_dim = has_rope ? v->padded_dim : 0;
     operands->num_blocks = operands->rope_bf16_parts = 0;
+    operands->folds = k->channels != 0;
     operands->error = KV(error_of_unit)(k, k->dtype);
     operands->rope_error = KV(error_of_unit)(v, v->dtype);
     KV(load_keys)(k, keys, operands->room, &operands->key_parts, &operands->key_bf16_parts, operands->keys, operands->key_scales,
@@ -95,9 +96,6 @@ static void KV(attend_tiles8)(const kv_side *k, const kv_side *v, const kv_tile 
     operands->code_size = v->as_keys && from->dtype == KV_INT4 ? KV_CODE_SIZE(KV_INT8) / 16 : KV_CODE_SIZE(from->dtype);
     if (v->as_keys && k->family != KV_FLOAT_ROWS) KV(transpose_keys)(keys, operands);
     else KV(load_values)(from, v->as_keys ? keys : values, operands);
-#if KV_FAST
-    KV(find_value_logs)(operands);
-#endif
     KV(attend_all)(k, v, next_keys, next_values, position, operands, panels, num_panels, 0);
 }
 

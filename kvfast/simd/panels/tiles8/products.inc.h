@@ -1,8 +1,7 @@
 /* Products of bytes: 16 rows of activations by 16 lanes over 64 depths. The matrix unit takes them at once, by_unit.inc.h; for the fast
    precision vectors do, too, by_vectors.inc.h. The keys and values of a tile, operands.inc.h, are
 
-     of 1 part    codes minus their bias, of the fast precision with their channels' scales (scale_codes): they are multiplied by the
-                  activations' high and low parts
+     of 1 part    codes minus their bias: they are multiplied by the activations' high and low parts
      of 2 parts   16-bit integers 256 x high + low, for what is stored as floats: high x high, high x low and
                   low x high are multiplied; the low parts' product, 2^-16 of the whole, is left out
 

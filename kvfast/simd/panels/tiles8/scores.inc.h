@@ -1,22 +1,8 @@
 /* Scores of a panel. Its rows are multiplied as bytes. The exact precision also multiplies what their rounding left out, where it
    matters; the fast one gives no score there. */
 
-#if KV_FAST
-/* Makes scores NaN where the rounding of the rows matters; see activations.inc.h. */
-static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *p, const float *rows, const float *inverse, float scale,
-                                                       int first, int last, float *scores)
-{
-    (void)rows, (void)inverse, (void)scale;
-    for (int lane = first; lane < last; lane++)
-        for (int r = 0; r < KV_ROWS; r++) {
-            float *row = scores + r * TILE_TOKENS + lane * KV_LANES;
-            const vf excess = KV(excess_of)(p, vf_load(p->scales + lane * KV_LANES), row, r);
-            vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_set1(NAN), excess, 0.0f)));
-        }
-}
-#else
-/* Adds to the scores the rounding errors of the rows, times `inverse`, where they matter; see activations.inc.h. `scale` is
-   the largest scale of the tokens. */
+/* Adds to the scores the rounding errors of the rows, times `inverse`, where they matter; in the fast precision makes these scores NaN.
+   See activations.inc.h. `scale` is the largest scale of the tokens. */
 static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *rounded, const float *rows, const float *inverse,
                                                        float scale, int first, int last, float *scores)
 {
@@ -40,15 +26,20 @@ static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *r
         end = lane + 2 - (lane - first) % 2;
     }
     end = end < last ? end : last;
-    if (begin >= end) return;
+    p.x = x, p.most = most;
+    for (int lane = begin; KV_FAST && lane < end; lane++)
+        for (int r = 0; r < KV_ROWS; r++) {
+            float *row = scores + r * TILE_TOKENS + lane * KV_LANES;
+            const vf excess = KV(excess_of)(&p, vf_load(p.scales + lane * KV_LANES), row, r);
+            vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_set1(NAN), excess, 0.0f)));
+        }
+    if (KV_FAST || begin >= end) return;
     for (int r = 0; r < KV_ROWS; r++) {
         KV(leave_rounding)(rows + r * p.dim, 0, 1, p.dim, inverse + r, left);
         KV(cut_query)(left, p.dim, vf_set1(1.0f), r, x);
     }
-    p.x = x, p.most = most;
     KV(score_lanes)(&p, begin, end, scores, 0, REFINES);
 }
-#endif
 
 /* Refines the scores of the lane tiles first to last, of rows that are cut as p describes, if their rounding can matter. */
 static inline __attribute__((always_inline)) void KV(refine_panel)(const KV(key_products) *p, const float *rows, const float *inverse,
@@ -93,7 +84,7 @@ static __attribute__((noinline)) void KV(fold_panel)(const kv_operands *operands
         KV_FOR4(i, 4, vf_store(lanes + (r + i) * W, sum[i]););
     }
     vf_store(folded->shift, vf_mul(KV(reduce_rows)(lanes, 0), vf_set1(panel->factor)));
-    if (!operands->folds[block]) return;
+    if (!operands->folds) return;
     row = panel->queries;
     for (int r = 0; r < KV_ROWS; r++, row += n) {
         vf largest = vf_set1(0.0f);
@@ -121,21 +112,16 @@ static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel,
                           panel->unit, NULL, has_scores ? panel->m : KV(no_scores),
                           has_scores ? _mm512_cmpeq_epi32_mask(seen, vi_set1(operands->tile)) : 0, operands->error, operands->room};
     KV(folded_panel) *const folded = &KV_IN(operands->room->pass, KV(panel_room))->folded;
-    int alike = 1; /* no block is refined by itself, with the scales of its channels */
     if (operands->num_blocks == 0) KV(score_lanes)(&p, first, last, scores, 0, SETS);
     for (int lane = first, stop; operands->num_blocks && lane < last; lane = stop) {
         for (stop = lane + 1; stop < last && operands->block_of[stop] == operands->block_of[lane];) stop++;
-        const int block = operands->block_of[lane], folds = operands->folds[block];
-        KV(fold_panel)(operands, panel, block, folded);
+        KV(fold_panel)(operands, panel, operands->block_of[lane], folded);
         p.shift = folded->shift;
-        p.x = folds ? folded->parts : panel->parts;
-        p.unit = folds ? folded->unit : panel->unit;
+        if (operands->folds) p.x = folded->parts, p.unit = folded->unit;
         KV(score_lanes)(&p, lane, stop, scores, 1, SETS);
-        if (!folds && !KV_FAST) continue;
-        KV(refine_panel)(&p, folds ? folded->rows : panel->queries, folds ? folded->inverse : panel->inverse, lane, stop, scores);
-        alike = 0;
+        if (operands->folds) KV(refine_panel)(&p, folded->rows, folded->inverse, lane, stop, scores);
     }
-    if (alike) KV(refine_panel)(&p, panel->queries, panel->inverse, first, last, scores);
+    if (!operands->folds) KV(refine_panel)(&p, panel->queries, panel->inverse, first, last, scores);
 }
 
 /* Adds the products of the rotary part of latent rows, codes, to the scores. */

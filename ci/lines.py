@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 49_430,
+    "kvfast": 49_260,
     "kvfast/attention": 4_100,
     "kvfast/caches": 3_170,
     "kvfast/codec": 2_590,
@@ -26,7 +26,7 @@ MOST = {
     "kvfast/handles": 1_050,
     "kvfast/planning": 1_890,
     "kvfast/prompts": 2_860,
-    "kvfast/simd": 8_390,
+    "kvfast/simd": 8_230,
     "kvfast/storage": 6_140,
     "kvfast/tools": 4_570,
     "tests": 43_050,

@@ -1,9 +1,10 @@
 /* Attention of many query rows with words; see operands.inc.h. Panels of 16 query rows read the keys and values of a tile, which become
    words once for all of them. The softmax is corrected once for these tokens. */
 
-/* As add_words for the tokens from `begin` on, which have one unit for each row, four lanes of values and 4 rows. */
-static inline void KV(add_square)(const int8_t *values, const KV(word_weights) *w, int begin, int end, const float *unit, int row,
-                                  const float *rescale, float *acc)
+/* As add_words for the tokens from `begin` on, which have one unit for each row, `lanes` lanes of values, at most 4, and 4 rows. */
+static inline __attribute__((always_inline)) void KV(add_square)(const int8_t *values, const KV(word_weights) *w, int begin, int end,
+                                                                 const float *unit, int row, const float *rescale, float *acc,
+                                                                 const int lanes)
 {
     vacc sums[4][4]; /* [lanes][rows] */
     KV_FOR4(lane, 4, KV_FOR4(r, 4, sums[lane][r] = (vacc)vi_set1(0);););
@@ -12,30 +13,15 @@ static inline void KV(add_square)(const int8_t *values, const KV(word_weights) *
     for (int t = begin; t < end; t += 2, values += 64, words += KV_ROWS) {
         vi weight[4];
         KV_FOR4(r, 4, weight[r] = vi_set1(words[r]););
-        KV_FOR4(lane, 4,
+        KV_FOR4(lane, lanes,
             const vi line = _mm512_load_si512(values + lane * VALUE_STRIDE);
             KV_FOR4(r, 4, sums[lane][r] = (vacc)_mm512_dpwssd_epi32((__m512i)sums[lane][r], line, weight[r]);););
     }
-    KV_FOR4(lane, 4, KV_FOR4(r, 4,
+    KV_FOR4(lane, lanes, KV_FOR4(r, 4,
         float *at = acc + (lane * KV_ROWS + row + r) * KV_LANES;
         vf sum = vf_load(at);
         if (rescale) sum = vf_mul(sum, vf_set1(rescale[row + r]));
         vf_store(at, vf_fma(vi_to_float((vi)sums[lane][r]), vf_set1(unit[row + r]), sum));););
-}
-
-/* Sums of 16 elements of values times the weights of each row, over `lines` pairs of tokens. */
-static inline void KV(multiply_lane)(const int8_t *values, const int32_t *words, int lines, vi sums[KV_ROWS])
-{
-    vacc sum[KV_ROWS];
-#pragma GCC unroll 16
-    for (int r = 0; r < KV_ROWS; r++) sum[r] = (vacc)vi_set1(0);
-    for (; lines > 0; lines--, values += 64, words += KV_ROWS) {
-        const vi line = _mm512_load_si512(values);
-#pragma GCC unroll 16
-        for (int r = 0; r < KV_ROWS; r++) sum[r] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[r], line, vi_set1(words[r]));
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < KV_ROWS; r++) sums[r] = (vi)sum[r];
 }
 
 /* Adds weights times values to the panel's sums, and the sums before times `rescale`, or as they are if it is NULL. */
@@ -45,26 +31,13 @@ static void KV(add_words)(const kv_operands *operands, kv_panel *panel, int begi
     const int dim = operands->value_dim, group = operands->group;
     for (int t = begin, stop; t < end; t = stop, rescale = NULL) {
         stop = (t / group + 1) * group < end ? (t / group + 1) * group : end;
-        const float *unit = w->unit[t / group];
-        if (dim % (4 * KV_LANES) == 0) {
-            for (int d = 0; d < dim; d += 4 * KV_LANES)
-                for (int row = 0; row < KV_ROWS; row += 4)
-                    KV(add_square)(operands->values + d / KV_LANES * VALUE_STRIDE, w, t, stop, unit, row, rescale,
-                                   panel->acc + d * KV_ROWS);
-            continue;
-        }
-        for (int d = 0; d < dim; d += KV_LANES) {
+        for (int d = 0, lanes; d < dim; d += lanes * KV_LANES) {
+            const int8_t *values = operands->values + d / KV_LANES * VALUE_STRIDE;
             float *acc = panel->acc + d * KV_ROWS;
-            vi sums[KV_ROWS];
-            const int8_t *values = operands->values + d / KV_LANES * VALUE_STRIDE + t * 32;
-            KV(multiply_lane)(values, w->words + t * (KV_ROWS / 2), (stop - t) / 2, sums);
-            if (rescale)
-#pragma GCC unroll 16
-                for (int r = 0; r < KV_ROWS; r++)
-                    vf_store(acc + r * KV_LANES, vf_mul(vf_load(acc + r * KV_LANES), vf_set1(rescale[r])));
-#pragma GCC unroll 16
-            for (int r = 0; r < KV_ROWS; r++)
-                vf_store(acc + r * KV_LANES, vf_fma(vi_to_float(sums[r]), vf_set1(unit[r]), vf_load(acc + r * KV_LANES)));
+            lanes = d + 4 * KV_LANES <= dim ? 4 : 1;
+            for (int row = 0; row < KV_ROWS; row += 4)
+                if (lanes == 4) KV(add_square)(values, w, t, stop, w->unit[t / group], row, rescale, acc, 4);
+                else KV(add_square)(values, w, t, stop, w->unit[t / group], row, rescale, acc, 1);
         }
     }
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from importlib import resources
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kvfast
+from kvfast.tools.evaluation.wrapped import TimedCache
 
 CHUNK = 256  # tokens between two steps of the progress
 COMPARED = 1024  # tokens of a cache from which on it is compared with float16
@@ -45,26 +47,6 @@ def read_ahead(model, tokens, cache):
     return count
 
 
-class _Timed:
-    """A cache, and the seconds of its attention: processor time of one thread, to which other programs add nothing."""
-
-    def __init__(self, cache):
-        self.cache, self.seconds = cache, 0.0
-
-    def __getattr__(self, name):
-        return getattr(self.cache, name)
-
-    def __len__(self):
-        return len(self.cache)
-
-    def attend(self, *args, **options):
-        start = time.thread_time()
-        try:
-            return self.cache.attend(*args, **options, num_threads=1)
-        finally:
-            self.seconds += time.thread_time() - start
-
-
 def attention_text(model, cache, token):
     """How long attention of the next token takes, in this cache and in a float16 cache with the same tokens; "" for a short text.
 
@@ -74,12 +56,13 @@ def attention_text(model, cache, token):
     tokens = len(cache)
     if tokens < COMPARED or cache.dtype in ("float16", "float32", "bfloat16"):
         return ""
+    timed = partial(TimedCache, clock=time.thread_time, num_threads=1)  # to the time of a thread other programs add nothing
     shape = {"max_seq_len": tokens + 1}
-    plain = _Timed(kvfast.KVCache(*model.cache_shape, dtype="float16", **shape))
+    plain = timed(kvfast.KVCache(*model.cache_shape, dtype="float16", **shape))
     for layer in range(cache.num_layers):
         plain.append(layer, cache.k(layer), cache.v(layer))
     plain.advance(tokens)
-    own = _Timed(kvfast.KVCache(*model.cache_shape, dtype=cache.format, **shape))
+    own = timed(kvfast.KVCache(*model.cache_shape, dtype=cache.format, **shape))
     own.restore(cache.snapshot())
     times = {own: [], plain: []}
     for _ in range(ROUNDS):

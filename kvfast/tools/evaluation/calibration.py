@@ -7,6 +7,7 @@ import numpy as np
 import kvfast
 from kvfast import Calibration
 from kvfast.codec.calibration import BLOCK, Moments, calibration_of
+from kvfast.tools.evaluation.wrapped import WrappedCache
 
 _CHUNK = 4 * BLOCK  # tokens of a forward pass
 
@@ -38,22 +39,16 @@ def calibrate_on_text(model, tokens, *, progress=None) -> Calibration:
     return calibration_of([moments.bases() for moments in cache.moments])
 
 
-class _Observed:
+class _Observed(WrappedCache):
     """A float32 cache that adds up moments of the queries and keys of whole blocks, except the first block."""
 
     def __init__(self, shape, room):
-        self.moments = [Moments(*shape[1:]) for _ in range(shape[0])]
-        self._cache, self._shape = kvfast.KVCache(*shape, max_seq_len=room, dtype="float32"), shape
+        super().__init__(kvfast.KVCache(*shape, max_seq_len=room, dtype="float32"))
+        self.moments, self._shape = [Moments(*shape[1:]) for _ in range(shape[0])], shape
 
     def write(self, layer, qkv, **transform):
         _, heads, dim = self._shape
         q, k, _ = kvfast.split_qkv_norm_rope(qkv, qkv.shape[1] // dim - 2 * heads, heads, dim, **transform)
-        first = BLOCK if len(self._cache) == 0 else 0
+        first = BLOCK if len(self.cache) == 0 else 0
         self.moments[layer].add(q[first:], k[first:])
-        return self._cache.write(layer, qkv, **transform)
-
-    def __len__(self):
-        return len(self._cache)
-
-    def __getattr__(self, name):
-        return getattr(self._cache, name)
+        return self.cache.write(layer, qkv, **transform)

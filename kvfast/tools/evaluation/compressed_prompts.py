@@ -9,6 +9,7 @@ import numpy as np
 import kvfast
 from kvfast.compression.compressor import square_sum
 from kvfast.tools.evaluation.perplexity import CacheScore, compare, predictor
+from kvfast.tools.evaluation.wrapped import WrappedCache
 
 # What `python -m kvfast eval --compress all` stands for.
 METHODS = (
@@ -125,23 +126,18 @@ def evaluate_compressed(model, tokens, prompt_len, methods, *, chunk_size=128, p
     ]
 
 
-class _Recorder:
+class _Recorder(WrappedCache):
     """A cache that keeps the last queries of every layer."""
 
     def __init__(self, cache):
-        self.cache, self.queries = cache, [None] * cache.num_layers
+        super().__init__(cache)
+        self.queries = [None] * cache.num_layers
 
     def write(self, layer, qkv, **options):
         q = self.cache.write(layer, qkv, **options)
         before = self.queries[layer]
         self.queries[layer] = (q if before is None else np.concatenate([before, q]))[-_QUERIES:]
         return q
-
-    def __len__(self):
-        return len(self.cache)
-
-    def __getattr__(self, name):
-        return getattr(self.cache, name)
 
 
 class _Measured:

@@ -69,9 +69,9 @@ def measure(model, passages, size, dtype, ways_of):
     totals = {}
     for tokens in passages:
         caches = ways_of(model, tokens, size, dtype)
-        nll, means = compare(tokens[2 * size :], partial(predict, model, list(caches.values())), chunk_size=64)
-        for name, mean in zip(caches, [{"nll": nll, "kl": 0.0, "top1": 1.0}, *means], strict=True):
-            totals.setdefault(name, []).append(mean)
+        found = compare(tokens[2 * size :], partial(predict, model, list(caches.values())), chunk_size=64)
+        for name, mean in zip(caches, [{"nll": found[0]["nll_float32"], "kl": 0.0, "top1": 1.0}, *found], strict=True):
+            totals.setdefault(name, []).append({key: mean[key] for key in ("nll", "kl", "top1")})
     return {name: {key: float(np.mean([one[key] for one in given])) for key in given[0]} for name, given in totals.items()}
 
 

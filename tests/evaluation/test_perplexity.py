@@ -12,6 +12,7 @@ from selection import exhaustive
 
 import kvfast
 from kvfast import evaluation
+from kvfast.tools.evaluation import perplexity
 
 reference = runpy.run_path(Path(__file__).parents[1] / "support" / "make_llama_reference.py")
 
@@ -36,7 +37,9 @@ def test_evaluation_equals_its_definition(tiny_model):
     assert score.nll_float32 == pytest.approx(-p[np.arange(149), tokens[1:]].mean(), rel=1e-6)
     assert score.nll == pytest.approx(-q[np.arange(149), tokens[1:]].mean(), rel=1e-6)
     assert score.nll_difference == score.nll - score.nll_float32
-    assert score.kl == pytest.approx((np.exp(p) * (p - q)).sum(1).mean(), rel=1e-4)
+    divergences = (np.exp(p) * (p - q)).sum(1)
+    assert score.kl == pytest.approx(divergences.mean(), rel=1e-4)
+    assert score.kl_999 == pytest.approx(np.quantile(divergences, 0.999), rel=1e-4)
     assert score.top1 == (p.argmax(1) == q.argmax(1)).mean()
 
 
@@ -53,6 +56,21 @@ def test_evaluation_of_several_caches_in_chunks(tiny_model):
     assert int8.bytes_per_token > int4.bytes_per_token
     (alone,) = evaluation.evaluate(model, tokens, [new_cache(model, "int8")])
     assert alone.kl == pytest.approx(int8.kl, rel=1e-3)
+
+
+def test_parts_of_a_text_end_where_the_length_doubles(tiny_model, monkeypatch):
+    monkeypatch.setattr(perplexity, "_FIRST_END", 32)
+    model, _ = tiny_model
+    (score,) = evaluation.evaluate(model, np.random.default_rng(9).integers(0, 250, 157), [new_cache(model, "int4")])
+    assert [part["num_tokens"] for part in score.lengths] == [32, 64, 156]  # nothing ends at 128, so near the end
+    assert [part["num_predictions"] for part in score.lengths] == [32, 32, 92]
+    for name in ("nll", "nll_float32", "kl", "top1"):
+        mean = np.average([part[name] for part in score.lengths], weights=[32, 32, 92])
+        assert getattr(score, name) == pytest.approx(mean)
+    bits = [part["bits_per_element"] for part in score.lengths]
+    assert bits == sorted(bits, reverse=True) and bits[-1] == score.bits_per_element
+    (alone,) = evaluation.evaluate(model, np.random.default_rng(9).integers(0, 250, 157)[:65], [new_cache(model, "int4")])
+    assert (alone.bits_per_element, alone.lengths[1]["kl"]) == (bits[1], pytest.approx(score.lengths[1]["kl"]))
 
 
 def test_bits_per_element_count_all_bytes_in_use(tiny_model):

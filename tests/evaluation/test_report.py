@@ -30,7 +30,7 @@ SCORES = [
 
 def test_table_has_a_float_row_for_each_runtime():
     table = report.score_table(SCORES, (30, 3, 64))
-    names, bits = (list(table.columns[index].cells) for index in (0, 5))
+    names, bits = (list(table.columns[index].cells) for index in (0, 6))
     assert names[:2] == ["float32", "bfloat16"] and names[6:8] == ["llama.cpp f32", "llama.cpp f16"]
     assert (bits[0], bits[2], bits[6]) == ("32.00", "8.50", "32.00")
 

@@ -109,12 +109,10 @@ def evaluate_compressed(model, tokens, prompt_len, methods, *, chunk_size=128, p
             progress(len(chunk))
     measured = [_Measured(method, recorder, len(tokens)) for method in methods.values()]
     predict = predictor(model, [exact, *(one.cache for one in measured)])
-    nll_float32, means = compare(tokens[prompt_len:], predict, chunk_size=chunk_size, progress=progress)
+    found = compare(tokens[prompt_len:], predict, chunk_size=chunk_size, progress=progress)
     return [
         CompressionScore(
             dtype=name,
-            num_predictions=len(tokens) - prompt_len - 1,
-            nll_float32=nll_float32,
             bytes_per_token=round(one.nbytes / prompt_len),
             bits_per_element=8 * one.nbytes / (2 * exact.num_layers * exact.entry_size * prompt_len),
             k_error=one.errors[0],
@@ -122,7 +120,7 @@ def evaluate_compressed(model, tokens, prompt_len, methods, *, chunk_size=128, p
             output_error=one.errors[2],
             **scores,
         )
-        for name, one, scores in zip(methods, measured, means, strict=True)
+        for name, one, scores in zip(methods, measured, found, strict=True)
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import re
 import tempfile
@@ -107,8 +108,8 @@ class LlamaCpp:
         """Predict every token of a text with each type of cache; see `kvfast.evaluation.evaluate`. The reference is llama.cpp's
         own float32 cache. Each cache holds the logits of one chunk, `chunk_size` times the vocabulary."""
         with self._predictor(types, len(tokens), chunk_size) as predict:
-            nll_float32, means = compare(tokens, predict, chunk_size=chunk_size, progress=progress)
-        return [self._score(pair, len(tokens) - 1, nll_float32, row) for pair, row in zip(types, means)]
+            found = compare(tokens, predict, chunk_size=chunk_size, progress=progress)
+        return [self._score(pair, scores) for pair, scores in zip(types, found)]
 
     def retrieve(self, task, types, *, chunk_size=512, progress=None):
         """`kvfast.tools.evaluation.retrieval.retrieve` with llama.cpp's own float32 cache and with each type of cache."""
@@ -134,17 +135,12 @@ class LlamaCpp:
         found = [str(pair) for pair, context in zip(types, contexts[1:]) if context.rotates]
         self.rotated = list(dict.fromkeys(self.rotated + found))
 
-    def _score(self, types, num_predictions, nll_float32, means):
-        num_layers, num_kv_heads, head_dim = self._cache_shape
-        return CacheScore(
-            dtype=str(types),
-            num_predictions=num_predictions,
-            nll_float32=nll_float32,
-            bytes_per_token=int(num_layers * num_kv_heads * head_dim * sum(types.bits) / 8),
-            bits_per_element=sum(types.bits) / 2,
-            runtime="llama.cpp",
-            **means,
-        )
+    def _score(self, types, scores):
+        bits = sum(types.bits) / 2
+        for part in scores["lengths"]:
+            part["bits_per_element"] = bits
+        size = int(math.prod(self._cache_shape) * sum(types.bits) / 8)
+        return CacheScore(str(types), bytes_per_token=size, bits_per_element=bits, runtime="llama.cpp", **scores)
 
 
 class _Context:

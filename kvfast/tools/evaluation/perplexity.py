@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,6 +14,10 @@ FORMATS = (*kvfast.PRESETS, "bfloat16")
 
 # Positions compared at a time: float64 rows of a 49,152-word vocabulary are 0.4 MB each.
 _ROWS = 16
+
+# The first part of a text ends after this number of tokens, each other after twice as many.
+# The last part also has a rest that would be short.
+_FIRST_END = 1024
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,10 @@ class CacheScore:
         Bits per element of a key or value at the end of the text, all stored bytes included.
     runtime : str
         Whose cache: "kvfast" or "llama.cpp".
+    kl_999 : float
+        99.9 % of the positions have at most this KL divergence. For several texts: the mean of theirs.
+    lengths : tuple of dict
+        The same figures of parts of the text, which end after 1,024 tokens (`num_tokens`), 2,048, 4,096 and so on, and at its end.
     """
 
     dtype: str
@@ -49,6 +58,8 @@ class CacheScore:
     bytes_per_token: int
     bits_per_element: float
     runtime: str = "kvfast"
+    kl_999: float = 0.0
+    lengths: tuple = ()
 
     @property
     def nll_difference(self):
@@ -88,17 +99,20 @@ def evaluate(model, tokens, caches, *, chunk_size=16, progress=None):
     """
     reference_cache = kvfast.KVCache(*model.cache_shape, max_seq_len=max(1, len(tokens)), dtype="float32")
     predict = predictor(model, [reference_cache, *caches])
-    nll_float32, means = compare(tokens, predict, chunk_size=chunk_size, progress=progress)
+    bits = {}  # after each chunk
+
+    def chunk_done(count):
+        bits[len(reference_cache)] = [bits_per_element(cache) for cache in caches]
+        if progress is not None:
+            progress(count)
+
+    found = compare(tokens, predict, chunk_size=chunk_size, progress=chunk_done)
+    for index, scores in enumerate(found):
+        for part in scores["lengths"]:
+            part["bits_per_element"] = bits[min(n for n in bits if n >= part["num_tokens"])][index]
     return [
-        CacheScore(
-            dtype=str(cache.dtype),
-            num_predictions=len(tokens) - 1,
-            nll_float32=nll_float32,
-            bytes_per_token=cache.bytes_per_token,
-            bits_per_element=bits_per_element(cache),
-            **scores,
-        )
-        for cache, scores in zip(caches, means, strict=True)
+        CacheScore(str(cache.dtype), bytes_per_token=cache.bytes_per_token, bits_per_element=bits_per_element(cache), **scores)
+        for cache, scores in zip(caches, found, strict=True)
     ]
 
 
@@ -119,46 +133,59 @@ def compare(tokens, predict, *, chunk_size=512, progress=None):
     the logits after these tokens in each way, the reference first. This function is not called after `predict` gets the next
     chunk.
 
-    Returns the mean negative log-likelihood of the reference, and for each other way a dict of `nll`, `kl` and `top1` as in
-    `CacheScore`.
+    Returns for each way but the reference a dict of `num_predictions`, `nll`, `nll_float32`, `kl`, `kl_999`, `top1` and `lengths` as
+    in `CacheScore`.
     """
     tokens = np.asarray(tokens)
     if len(tokens) < 2:
         raise ValueError(f"at least two tokens are needed to predict one; the text has {len(tokens)}")
-    reference_sum = 0.0
-    sums = []  # of each of the others: NLL, KL, agreement
-
+    found = []  # for some positions at a time, of each way: NLL, KL, agreement
     inputs, targets = tokens[:-1], tokens[1:]  # the last token has nothing to predict
     for start in range(0, len(inputs), chunk_size):
         chunk = inputs[start : start + chunk_size]
         logits = predict(chunk)
         for first in range(0, len(chunk), _ROWS):
             rows = slice(first, min(first + _ROWS, len(chunk)))
-            picked = targets[start:][rows, None]
-            reference, *others = logits(rows)
-            expected = log_softmax(reference)
-            probabilities = np.exp(expected)
-            reference_sum -= np.take_along_axis(expected, picked, axis=1).sum()
-            sums = sums or [np.zeros(3) for _ in others]
-            for total, other in zip(sums, others, strict=True):
-                actual = log_softmax(other)
-                total[0] -= np.take_along_axis(actual, picked, axis=1).sum()
-                total[2] += np.count_nonzero(actual.argmax(axis=1) == expected.argmax(axis=1))
-                np.subtract(expected, actual, out=actual)
-                total[1] += np.vdot(probabilities, actual)
+            found.append(_losses(logits(rows), targets[start:][rows, None]))
         if progress is not None:
             progress(len(chunk))
+    reference, *others = np.concatenate(found, axis=2)
+    ends = [end for end in (_FIRST_END * 2**n for n in range(40)) if 1.25 * end < len(inputs)]
+    parts = list(pairwise([0, *ends, len(inputs)]))
+    return [
+        _means(reference, other)
+        | {"lengths": tuple({"num_tokens": end} | _means(reference[:, first:end], other[:, first:end]) for first, end in parts)}
+        for other in others
+    ]
 
-    means = [dict(zip(("nll", "kl", "top1"), (total / len(inputs)).tolist())) for total in sums]
-    return float(reference_sum / len(inputs)), means
+
+def _losses(logits, targets):
+    """Negative log-likelihood, KL divergence from the first way, and whether the likeliest token is that of the first way: an array of
+    shape (ways, 3, positions)."""
+    losses, expected = [], None
+    for one in logits:
+        actual = log_softmax(one)
+        if expected is None:
+            expected, probabilities = actual, np.exp(actual)
+        nll, same = -np.take_along_axis(actual, targets, axis=1)[:, 0], actual.argmax(axis=1) == expected.argmax(axis=1)
+        losses.append([nll, np.einsum("pv,pv->p", probabilities, expected - actual), same])
+    return np.array(losses)
+
+
+def _means(reference, losses):
+    nll, kl, top1 = losses.mean(axis=1).tolist()
+    figures = {"num_predictions": losses.shape[1], "nll": nll, "nll_float32": float(reference[0].mean())}
+    return figures | {"kl": kl, "kl_999": float(np.quantile(losses[1], 0.999)), "top1": top1}
 
 
 def mean_score(scores):
     """One score of a cache for several texts, from one score per text: means over the predictions of all texts."""
+    if len(scores) == 1:
+        return scores[0]
     counts = [score.num_predictions for score in scores]
     averaged = [field.name for field in fields(scores[0]) if field.type == "float"]
     means = {name: float(np.average([getattr(score, name) for score in scores], weights=counts)) for name in averaged}
-    return replace(scores[0], num_predictions=sum(counts), **means)
+    return replace(scores[0], num_predictions=sum(counts), lengths=(), **means)
 
 
 def bits_per_element(cache):

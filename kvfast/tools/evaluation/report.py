@@ -68,25 +68,31 @@ def _fill(table, scores, of_reference, of_score):
 def score_table(scores, cache_shape):
     """The scores as a table, below those of each runtime's float32 cache."""
 
-    def cells(nll, quality, bits, stored):
+    def cells(quality, bits, stored):
         ratios = (f"{float_bytes(cache_shape, itemsize) / stored:.2f}x" for itemsize in (4, 2))
-        return f"{nll:.5f}", *quality, f"{bits:.2f}", f"{stored:,}", *ratios
+        return *quality, f"{bits:.2f}", f"{stored:,}", *ratios
 
-    def of_score(score):
-        quality = (f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.top1:.2%}")
-        return cells(score.nll, quality, score.bits_per_element, score.bytes_per_token)
+    def of_reference(score):
+        return cells((f"{score.nll_float32:.5f}", "", "", "", ""), 32, float_bytes(cache_shape, 4))
 
-    table = new_table("cache", "NLL", "- float32", "KL", "top-1", "bits", "bytes/token", "float32 takes", "float16 takes")
-    return _fill(table, scores, lambda score: cells(score.nll_float32, ("", "", ""), 32, float_bytes(cache_shape, 4)), of_score)
+    table = new_table("cache", *_QUALITY, "bits", "bytes/token", "float32 takes", "float16 takes")
+    return _fill(table, scores, of_reference, lambda score: cells(_quality(score), score.bits_per_element, score.bytes_per_token))
+
+
+_QUALITY = ("NLL", "- float32", "KL", "KL 99.9 %", "top-1")
+
+
+def _quality(score):
+    """Cells below `_QUALITY`."""
+    return f"{score.nll:.5f}", f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.kl_999:.5f}", f"{score.top1:.2%}"
 
 
 def compression_table(scores):
     """The scores of `evaluate_compressed` as a table."""
-    table = new_table("method", "bits", "K error", "V error", "output error", "NLL", "- float32", "KL", "top-1")
+    table = new_table("method", "bits", "K error", "V error", "output error", *_QUALITY)
     for score in scores:
         errors = (f"{error:.2%}" for error in (score.k_error, score.v_error, score.output_error))
-        quality = (f"{score.nll:.5f}", f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.top1:.2%}")
-        table.add_row(score.name, f"{score.bits_per_element:.2f}", *errors, *quality)
+        table.add_row(score.name, f"{score.bits_per_element:.2f}", *errors, *_quality(score))
     return table
 
 

@@ -1,5 +1,6 @@
 """`python -m kvfast`, as a user runs it: each command in a process of its own once, and in this one for its options."""
 
+import hashlib
 import json
 import os
 import re
@@ -406,6 +407,33 @@ def test_eval_of_several_texts(model, text, tmp_path):
             assert mean[name] == pytest.approx(expected)
 
 
+def test_eval_report(model, text, tmp_path):
+    path, other = tmp_path / "report.json", tmp_path / "other.json"
+    args = ("eval", "--model", model, "--formats", "int8,int4", "--report")
+    code, _, err = run_here(*args, path, "--text", text, "--tokens", 90)
+    assert code == 0, err
+    report, words = json.loads(path.read_text("utf-8")), text.read_text("utf-8")
+    assert (report["model"]["name"], report["model"]["architecture"], report["model"]["num_layers"]) == (model.stem, "llama", 2)
+    assert report["model"]["sha256"] == hashlib.sha256(model.read_bytes()).hexdigest()
+    assert (report["versions"]["kvfast"], report["config"]["active_isa"]) == (kvfast.__version__, kvfast.active_isa())
+    (of_text,) = report["texts"]
+    assert of_text["sha256"] == hashlib.sha256(words.encode()).hexdigest()
+    assert (of_text["characters"], of_text["tokens"]) == (len(words), 90)
+    for row, dtype in zip(of_text["results"], ("int8", "int4"), strict=True):
+        (part,) = row["lengths"]
+        assert row["dtype"] == dtype and row["attention_seconds"] > 0 and part["num_tokens"] == 89
+        assert {"kl", "kl_999", "top1", "bits_per_element"} <= part.keys()
+    found = path.read_text("utf-8")
+    assert str(tmp_path) not in found and str(model) not in found and words[:30] not in found
+    code, _, err = run_here(*args, other, "--novel", "--tokens", 60)
+    assert code == 0, err
+    code, out, err = run_here("eval", "--compare", path, other, path)
+    assert code == 0 and err == ""
+    rows = [line.split()[:4] for line in out.splitlines() if model.stem in line]
+    assert len(rows) == 6 and rows == sorted(rows, key=lambda row: row[:2])
+    assert rows.count([of_text["sha256"][:8], "int4", "89", model.stem]) == 2
+
+
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_eval_plot(model, text, tmp_path, suffix, magic):
     pytest.importorskip("matplotlib")
@@ -450,6 +478,8 @@ def test_errors_are_one_plain_line(model, text, tmp_path):
         (("eval", "--model", model, "--text", text, "--llama-cpp", "q8_0,q3_0"), "no cache of type 'q3_0'"),
         (("eval", "--model", model, "--text", text, "--plot", "kl.txt"), "png"),
         (("eval", "--model", model, "--text", text, "--plot", missing / "kl.png"), f"no folder {missing}"),
+        (("eval", "--model", model, "--text", text, "--report", missing / "kl.json"), f"no folder {missing}"),
+        (("eval", "--compress", "int8", "--model", model, "--text", text, "--report", "kl.json"), "--report is not for --compress"),
     ]:
         code, _, err = run_here(*args)
         line = err.strip().splitlines()[-1]

@@ -154,7 +154,7 @@ def test_caches_of_a_model(model, text):
         assert log_prob == pytest.approx(logits[answer - 1, task.tokens[answer]].sum() / DIGITS, abs=1e-4)
 
 
-def test_command(model, text):
+def test_command(model, text, tmp_path):
     args = ("eval", "--task", "retrieval", "--model", model, "--text", text, "--lengths", "500,700", "--seeds", 2, "--pairs", 3)
     code, out, err = run_here(*args, "--formats", "int8,int4", "--json")
     assert code == 0, err
@@ -163,7 +163,10 @@ def test_command(model, text):
     for one in report["lengths"]:
         assert [score["dtype"] for score in one["results"]] == ["int8", "int4"]
         assert all(score["num_answers"] == 6 for score in one["results"])
-    code, out, err = run_here(*args, "--formats", "int8")
+    path = tmp_path / "report.json"
+    code, out, err = run_here(*args, "--formats", "int8", "--report", path)
+    one = json.loads(path.read_text("utf-8"))
+    assert one["lengths"][0]["results"][0]["num_answers"] == 6 and one["model"]["name"] == "tiny"
     assert code == 0 and "3 numbers in 500 tokens, 2 times" in out and "95 % intervals" in out
 
 

@@ -14,6 +14,7 @@ import argparse
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import kvfast
 from kvfast.engine import MAX_TOKENS
@@ -166,11 +167,20 @@ def _add_eval(commands):
         help="for retrieval: tasks of each length, with the seeds 0 to N - 1 (default: 3)",
     )
     add("--pairs", type=_positive, default=24, metavar="N", help="for retrieval: numbers that a task hides (default: 24)")
-    add("--text", required=True, nargs="+", action="extend", metavar="FILE", help="UTF-8 text files, which are measured separately")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", nargs="+", action="extend", metavar="FILE", help="UTF-8 text files, which are measured separately")
+    novel = [str(Path(__file__).parents[1] / "llama" / "chapters.txt")]
+    source.add_argument("--novel", dest="text", action="store_const", const=novel, help="the text of kvfast, some 4,700 tokens")
+    source.add_argument("--compare", nargs="+", metavar="FILE", help="print the figures of reports, by text, cache and length")
     add("--tokens", type=_positive, default=8000, help="use this many tokens of each text (default: 8000)")
     add("--chunk", type=_positive, default=16, help="tokens per forward pass (default: 16, see kvfast.evaluation.evaluate)")
     add("--plot", metavar="FILE", help="draw KL over bits per element: a PNG, SVG or PDF file")
     add("--json", action="store_true", help="print JSON instead of a table")
+    add(
+        "--report",
+        metavar="FILE",
+        help="also write JSON to compare with other models: sizes, processor, versions, all figures by length; no text or path",
+    )
     parser.set_defaults(run=_later("evaluate", "run_eval"))
 
 

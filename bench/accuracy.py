@@ -22,6 +22,9 @@ FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3", "int3",
 CALIBRATED = ("int4", "int3", "int2")
 CALIBRATION_TOKENS = 3072
 FLOATS = {"num_first_float_tokens": 4, "num_recent_float_tokens": 16}  # as int4 has them
+TILES = FLOATS | {"num_recent_float_tokens": 1, "block_size": 128}  # KVarN encodes a tile when it is full
+RIVALS = [((kind, kind), floats) for floats in ({}, FLOATS) for kind in ("q8_0", "q4_1", "q4_0")]
+RIVALS += [(("kvarn4", "kvarn4"), TILES), (("kvarn4", "kvarn2"), TILES)]
 CONTEXTS = (128, 512, 2048, 8192, 32768)
 SHAPE = (2, 64)  # KV heads and head_dim of the caches whose bits are counted
 
@@ -31,7 +34,7 @@ def scores(model, tokens, calibration):
     shape, room = model.cache_shape, len(tokens)
     calibrated = [replace(kvfast.PRESETS[name], calibration=calibration) for name in CALIBRATED]
     caches = [kvfast.KVCache(*shape, max_seq_len=room, dtype=dtype) for dtype in (*FORMATS, *calibrated)]
-    simulated = [SimulatedCache(shape, room, ("q4_0", "q4_0"), **floats) for floats in ({}, FLOATS)]
+    simulated = [SimulatedCache(shape, room, kinds, **floats) for kinds, floats in RIVALS]
     found = evaluation.evaluate(model, tokens, [*caches, *simulated])
     rows = [row_of(one) for one in found]
     for row, one in zip(rows[len(caches) :], simulated):
@@ -40,13 +43,18 @@ def scores(model, tokens, calibration):
 
 
 def row_of(score):
+    names = ("bits_per_element", "kl", "kl_999")
     return {
         "runtime": score.runtime,
         "dtype": score.dtype,
         "bits_per_element": round(score.bits_per_element, 2),
         "nll_difference": round(score.nll_difference, 5),
         "kl": float(f"{score.kl:.3g}"),
+        "kl_999": float(f"{score.kl_999:.3g}"),
         "top1": round(score.top1, 4),
+        "lengths": [
+            {"num_tokens": part["num_tokens"]} | {name: float(f"{part[name]:.3g}") for name in names} for part in score.lengths
+        ],
     }
 
 

@@ -1,17 +1,20 @@
 """A cache of other codes, simulated: its rows are float32 numbers that a quantiser has rounded.
 
-It takes the place of a `kvfast.KVCache` in `evaluation.evaluate`, which shows what first and newest tokens in float would do for the
-types of llama.cpp.
+It takes the place of a `kvfast.KVCache` in `evaluation.evaluate`. So it shows the loss of the types of llama.cpp with first and newest
+tokens in float, and that of KVarN (arXiv 2606.03458).
 """
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 import kvfast
-from kvfast.engines.llama_cpp import ggml
+
+# KVarN's types -> bits of a code. A tile is a block of the cache.
+KVARN = {"kvarn4": 4, "kvarn2": 2}
 
 
 class SimulatedCache:
-    """Rows of ggml's types, rotated before they are rounded, as llama.cpp has them.
+    """Rows of ggml's types or of KVarN's, rotated before they are rounded, as llama.cpp and KVarN do.
 
     Parameters
     ----------
@@ -20,7 +23,7 @@ class SimulatedCache:
     room : int
         Most tokens.
     kinds : (str, str)
-        Types of ggml, of keys and of values.
+        Types of keys and of values: names of ggml's, or of `KVARN`.
     num_first_float_tokens, num_recent_float_tokens, block_size : int
         As in `kvfast.KVFormat`. With `num_recent_float_tokens` 0 each token is rounded when it comes.
     """
@@ -44,7 +47,8 @@ class SimulatedCache:
     @property
     def bytes_per_token(self):
         """Bytes of the codes of a token."""
-        return self.num_layers * sum(ggml.row_bytes(kind, self.entry_size) for kind in self.kinds)
+        sides = zip(self.kinds, (self.block_size, self.head_dim), (self.head_dim, self.block_size))
+        return round(self.num_layers * self.entry_size * sum(_bits(*side) for side in sides) / 8)
 
     @property
     def nbytes_used(self):
@@ -65,9 +69,10 @@ class SimulatedCache:
             max(0, first - self.num_recent_float_tokens) // self.block_size * self.block_size if self.num_recent_float_tokens else end
         )
         begin = max(self._rounded[layer], self.num_first_float_tokens)
-        if begin < settled:
-            for rows, kind in zip(self._rows[:, layer], self.kinds):
-                rows[begin:settled] = _rounded(rows[begin:settled], kind)
+        for start in range(begin // self.block_size * self.block_size, settled, self.block_size):
+            part = slice(max(start, begin), min(start + self.block_size, settled))
+            for rows, kind, axis in zip(self._rows[:, layer], self.kinds, (1, 2)):
+                rows[part] = _rounded(rows[part], kind, axis)
         self._lengths[layer], self._rounded[layer] = end, max(settled, self._rounded[layer])
         return q
 
@@ -81,11 +86,42 @@ class SimulatedCache:
         self._length += n
 
 
-def _rounded(rows, kind):
-    """Rows of a type, rotated by a Hadamard matrix and back."""
-    heads, dim = rows.shape[1:]
+def _bits(kind, with_range, with_scale):
+    """Bits per element. KVarN has a range for each `with_range` elements (float16 scale and least), and a scale for `with_scale`."""
+    if kind in KVARN:
+        return KVARN[kind] + 32 / with_range + 16 / with_scale
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
+    return 8 * size / block
+
+
+def _rounded(rows, kind, axis):
+    """Rows of a type, rotated by a Hadamard matrix and back. A range of KVarN is along `axis` of (heads, tokens, channels)."""
     rotation = np.ones((1, 1), np.float32)
-    while len(rotation) < dim:
+    while len(rotation) < rows.shape[-1]:
         rotation = np.block([[rotation, rotation], [rotation, -rotation]])
-    rotation /= np.sqrt(dim, dtype=np.float32)
-    return ggml.from_ggml(ggml.to_ggml(rows @ rotation, kind), kind, heads, dim) @ rotation
+    rotation /= np.sqrt(len(rotation), dtype=np.float32)
+    rotated = rows @ rotation
+    if kind in KVARN:
+        return _kvarn(rotated.transpose(1, 0, 2), 2 ** KVARN[kind] - 1, axis).transpose(1, 0, 2) @ rotation
+    kind = GGMLQuantizationType[kind.upper()]
+    return quants.dequantize(quants.quantize(rotated.reshape(len(rows), -1), kind), kind).reshape(rows.shape) @ rotation
+
+
+def _kvarn(tiles, largest, axis):
+    """Tiles as KVarN decodes them: tokens and channels are divided in turns by their deviation, 16 times, and the scales at which the
+    deviations differ least are taken. Then codes up to `largest` divide each range evenly. Scales stay float64."""
+    by_token, by_channel = np.ones((*tiles.shape[:2], 1)), np.ones((len(tiles), 1, tiles.shape[2]))
+    best, scales = np.inf, 1.0
+    for _ in range(17):
+        of_token, of_channel = (np.maximum((tiles / by_token / by_channel).std(axis, keepdims=True), 1e-8) for axis in (2, 1))
+        uneven = sum(one.max(axis=(1, 2), keepdims=True) / one.min(axis=(1, 2), keepdims=True) for one in (of_token, of_channel))
+        scales, best = np.where(uneven <= best, by_token * by_channel, scales), np.minimum(uneven, best)
+        by_token = np.clip(by_token * of_token, *_LIMITS)
+        by_channel = np.clip(by_channel * (tiles / by_token / by_channel).std(1, keepdims=True), *_LIMITS)
+    even = tiles / scales
+    least = even.min(axis, keepdims=True)
+    step = np.maximum((even.max(axis, keepdims=True) - least) / largest, 1e-10)
+    return ((np.rint((even - least) / step) * step + least) * scales).astype(np.float32)
+
+
+_LIMITS = np.exp([-0.3, 10])  # of a scale

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import runpy
 from pathlib import Path
 
@@ -77,6 +78,20 @@ def test_a_task_hides_each_number_once_and_asks_for_it_once():
         assert hidden.count(f"\nThe secret number of {name} is {number}.\n") == 1
         numbers.append(number)
     assert len(set(numbers)) == 20 and [hidden.index(one) for one in numbers] != sorted(hidden.index(one) for one in numbers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("arithmetic", r"\n(\w+): (\d+) \+ (\d+) = (\d+)\.\n"), ("code", r"\n(\w+) = (load\(.*\))\n")]
+)
+def test_other_kinds_hide_sums_and_code(kind, value):
+    words = Words()
+    task = retrieval_task(words, "hay " * 3000, 2000, num_pairs=9, seed=3, kind=kind)
+    told = [words.decode([one]) for one in task.tokens]
+    hidden, asked = (re.findall(value, "".join(part)) for part in (told[: task.prompt], told[task.prompt :]))
+    assert len(hidden) == 9 and sorted(hidden) == sorted(asked) and hidden != asked
+    answers = ["".join(told[at] for at in answer).replace(" ", "") for answer in task.answers]
+    assert answers == [one[-1].replace(" ", "") for one in asked]
+    assert kind == "code" or all(int(one[1]) + int(one[2]) == int(one[3]) for one in asked)
 
 
 def test_a_seed_gives_a_task():
@@ -168,6 +183,8 @@ def test_command(model, text, tmp_path):
     one = json.loads(path.read_text("utf-8"))
     assert one["lengths"][0]["results"][0]["num_answers"] == 6 and one["model"]["name"] == "tiny"
     assert code == 0 and "3 numbers in 500 tokens, 2 times" in out and "95 % intervals" in out
+    code, out, err = run_here(*args[:2], "code", *args[3:], "--formats", "int8")
+    assert code == 0 and "3 lines of code in 700 tokens" in out
 
 
 @pytest.mark.parametrize(

@@ -148,25 +148,21 @@ def _add_eval(commands):
     add("--prompt", type=_positive, metavar="N", help="tokens to compress (default: all but 512)")
     add(
         "--task",
-        choices=["predict", "retrieval"],
+        choices=["predict", "retrieval", "arithmetic", "code"],
         default="predict",
-        help="predict every token of the texts, or retrieve numbers that are hidden in the first text (default: predict)",
+        help="predict every token of the texts, or retrieve numbers, sums or lines of code that are hidden in one (default: predict)",
     )
     add(
-        "--lengths",
-        type=_numbers,
-        default=[1500, 4000, 7000],
-        metavar="LIST",
-        help="for retrieval: tokens of the tasks (default: 1500,4000,7000)",
+        "--lengths", type=_numbers, default=[1500, 4000, 7000], metavar="LIST", help="for tasks: their tokens (default: 1500,4000,7000)"
     )
     add(
         "--seeds",
         type=_positive,
         default=3,
         metavar="N",
-        help="for retrieval: tasks of each length, with the seeds 0 to N - 1 (default: 3)",
+        help="for tasks: their number of each length, with the seeds 0 to N - 1 (default: 3)",
     )
-    add("--pairs", type=_positive, default=24, metavar="N", help="for retrieval: numbers that a task hides (default: 24)")
+    add("--pairs", type=_positive, default=24, metavar="N", help="for tasks: sentences that each hides (default: 24)")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", nargs="+", action="extend", metavar="FILE", help="UTF-8 text files, which are measured separately")
     novel = [str(Path(__file__).parents[1] / "llama" / "chapters.txt")]

@@ -24,7 +24,7 @@ from kvfast.tools.evaluation.llama_cpp_caches import LlamaCpp, parse_cache_types
 from kvfast.tools.evaluation.perplexity import FORMATS, bits_per_element
 from kvfast.tools.evaluation.plotting import check_folder, check_plot
 from kvfast.tools.evaluation.report import as_rows, compression_table, plot_scores, reports_table, retrieval_table, score_table
-from kvfast.tools.evaluation.retrieval import retrieval_scores, retrieval_task, retrieve_with
+from kvfast.tools.evaluation.retrieval import KINDS, retrieval_scores, retrieval_task, retrieve_with
 from kvfast.tools.evaluation.wrapped import TimedCache
 from kvfast.tools.llama.fetch import file_sha256
 
@@ -36,8 +36,8 @@ def run_eval(args):
         return
     if args.report:
         check_folder(args.report)
-    if args.task == "retrieval":
-        return _run_retrieval(args)
+    if args.task != "predict":
+        return _run_task(args)
     if args.compress:
         return _run_compress(args)
     if args.prompt:
@@ -80,19 +80,20 @@ def run_eval(args):
             print(f"Its log says that it rotates before it rounds: {', '.join(rotated)}.")
 
 
-def _run_retrieval(args):
-    """Score the caches of `args.formats` on numbers hidden in the first of `args.text`, length by length."""
+def _run_task(args):
+    """Score the caches of `args.formats` on what `args.task` hides in `args.text`, length by length."""
     if args.compress or args.prompt or args.plot:
-        raise ValueError("--compress, --prompt and --plot are not for --task retrieval")
+        raise ValueError(f"--compress, --prompt and --plot are not for --task {args.task}")
     if len(args.text) > 1:
-        raise ValueError(f"--task retrieval hides numbers in one text, got {len(args.text)}")
+        raise ValueError(f"--task {args.task} hides {KINDS[args.task]} in one text, got {len(args.text)}")
     text = _read_text(args.text[0])
     storages = [storage_of(name, args) for name in _format_names(args.formats)]
     types = parse_cache_types(args.llama_cpp) if args.llama_cpp else []
     path, model, tokenizer = _load(args)
     if max(args.lengths) > model.config.context_length:
         raise ValueError(f"--lengths has {max(args.lengths)}; the model's context is {model.config.context_length}")
-    tasks = [[retrieval_task(tokenizer, text, length, args.pairs, seed) for seed in range(args.seeds)] for length in args.lengths]
+    task_of = functools.partial(retrieval_task, tokenizer, text, num_pairs=args.pairs, kind=args.task)
+    tasks = [[task_of(length, seed=seed) for seed in range(args.seeds)] for length in args.lengths]
     total = sum(len(task.tokens) - 1 for group in tasks for task in group) * (2 if types else 1)
     found = []
     with _progress(total) as progress:
@@ -108,16 +109,16 @@ def _run_retrieval(args):
                 scores += retrieval_scores(results, list(map(str, types)), [sum(one.bits) / 2 for one in types], "llama.cpp")
             found.append(scores)
     by_length = [{"tokens": length, "results": [asdict(one) for one in scores]} for length, scores in zip(args.lengths, found)]
-    result = {"pairs": args.pairs, "seeds": list(range(args.seeds)), "lengths": by_length}
+    result = {"task": args.task, "pairs": args.pairs, "seeds": list(range(args.seeds)), "lengths": by_length}
     if args.report:
         write_json(args.report, _about(args, path, model, [text]) | result)
     if args.json:
         print(json.dumps({"text": args.text[0]} | result, indent=2))
         return
     for length, scores in zip(args.lengths, found):
-        print(f"{args.text[0]}: {args.pairs} numbers in {length:,} tokens, {args.seeds} times")
+        print(f"{args.text[0]}: {args.pairs} {KINDS[args.task]} in {length:,} tokens, {args.seeds} times")
         _show(retrieval_table(scores))
-    print("log-prob of a digit, in nats; +- and the range of exact answers are 95 % intervals")
+    print("log-prob of a token of the answers, in nats; +- and the range of exact answers are 95 % intervals")
 
 
 def _run_compress(args):

@@ -1,4 +1,4 @@
-"""Retrieval: a model must repeat numbers that are hidden in a long text; how much worse does it with a compressed cache?
+"""Retrieval: a model must use facts that are hidden in a long text; how much worse does it with a compressed cache?
 
 The text comes long before the questions, so recent tokens do not help. Errors in old tokens show in this task first.
 """
@@ -21,13 +21,14 @@ NAMES = """
     Zurich
 """.split()  # noqa: SIM905 - a list would have a line for each
 DIGITS = 5
+KINDS = {"retrieval": "numbers", "arithmetic": "sums", "code": "lines of code"}  # of tasks -> their answers
 _QUESTION_CHUNK = 16  # up to this number of tokens see what each would see alone
 _NORMAL = 1.96  # standard deviations of a 95 % interval
 
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """A text with hidden numbers, then the same sentences in another order.
+    """A text with hidden sentences, then the questions in another order, each with its answer.
 
     Attributes
     ----------
@@ -35,7 +36,7 @@ class RetrievalTask:
     prompt : int
         Tokens before the first question.
     answers : list of ndarray of int
-        For each question, the positions of the tokens of the number that is the answer.
+        For each question, the positions of the tokens of the answer.
     """
 
     tokens: np.ndarray
@@ -53,7 +54,7 @@ class RetrievalScore:
         As in `CacheScore`.
     num_answers : int
     log_prob, log_prob_float32 : float
-        Mean log-probability of a digit, in nats, with this cache and with a float32 cache of the same runtime.
+        Mean log-probability of a token of an answer, a digit in most models, in nats, with this cache and with a float32 cache of the same runtime.
     difference, interval : float
         ``log_prob - log_prob_float32``, and half the width of its 95 % interval: 1.96 standard errors over the answers.
     num_exact, num_exact_float32 : int
@@ -83,7 +84,7 @@ class RetrievalScore:
         return self.dtype if self.runtime == "kvfast" else f"{self.runtime} {self.dtype}"
 
 
-def retrieval_task(tokenizer, text, num_tokens, num_pairs=24, seed=0):
+def retrieval_task(tokenizer, text, num_tokens, num_pairs=24, seed=0, kind="retrieval"):
     """Hide sentences with a number at random places of a text, and ask for all of them at its end.
 
     Parameters
@@ -97,6 +98,8 @@ def retrieval_task(tokenizer, text, num_tokens, num_pairs=24, seed=0):
         Numbers to hide, at most one for each of `NAMES`.
     seed : int
         Seed of the numbers, and of their names, places and order.
+    kind : {"retrieval", "arithmetic", "code"}
+        Sentences with numbers, sums of two numbers, or assignments of code. Answers are the numbers, the sums and the right sides.
 
     Returns
     -------
@@ -117,10 +120,8 @@ def retrieval_task(tokenizer, text, num_tokens, num_pairs=24, seed=0):
         ids = tokenizer.encode(part)
         return ids if tokenizer.bos_id is None else ids[1:]
 
-    stems = [encoded(f"\nThe secret number of {name} is") for name in names]
-    values = [encoded(f" {number}") for number in numbers]
-    end = encoded(".\n")
-    needles = [[*stem, *value, *end] for stem, value in zip(stems, values, strict=True)]
+    pairs = [[encoded(part) for part in _sentence(kind, *pair)] for pair in zip(names, numbers, strict=True)]
+    needles = [[*stem, *value, *end] for stem, value, end in pairs]
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     room = num_tokens - len(start) - 2 * sum(map(len, needles))
     if room < num_pairs:
@@ -135,10 +136,20 @@ def retrieval_task(tokenizer, text, num_tokens, num_pairs=24, seed=0):
     tokens += hay[last:]
     prompt, answers = len(tokens), []
     for i in rng.permutation(num_pairs):
-        tokens += stems[i]
-        answers.append(np.array([len(tokens) + j for j, one in enumerate(values[i]) if any(map(str.isdigit, tokenizer.decode([one])))]))
-        tokens += [*values[i], *end]
+        stem, value, _ = pairs[i]
+        answers.append(np.array([at for at, one in enumerate(value, len(tokens) + len(stem)) if tokenizer.decode([one]).strip()]))
+        tokens += needles[i]
     return RetrievalTask(np.array(tokens), prompt, answers)
+
+
+def _sentence(kind, name, number):
+    """A hidden sentence up to its value, the value, and its end."""
+    if kind == "code":
+        return f"\n{name.lower()} =", f" load({number}, 'part{number % 7}.txt')", "\n"
+    if kind == "arithmetic":
+        first, second = number // 1000, number % 90 + 10
+        return f"\n{name}: {first} + {second} =", f" {first + second}", ".\n"
+    return f"\nThe secret number of {name} is", f" {number}", ".\n"
 
 
 def retrieve(task, predict, *, chunk_size=512, progress=None):
@@ -158,7 +169,7 @@ def retrieve(task, predict, *, chunk_size=512, progress=None):
     Returns
     -------
     ndarray of shape (ways, answers, 2)
-        Mean log-probability of a digit, and whether every token was the likeliest.
+        Mean log-probability of a token of the answer, and whether every token was the likeliest.
     """
     inputs = task.tokens[:-1]
     wanted = np.zeros(len(inputs), bool)
@@ -177,7 +188,7 @@ def retrieve(task, predict, *, chunk_size=512, progress=None):
         start = end
         if progress is not None:
             progress(len(chunk))
-    means = [np.sum([log_probs[at] for at in answer], axis=0) / DIGITS for answer in task.answers]
+    means = [np.mean([log_probs[at] for at in answer], axis=0) for answer in task.answers]
     exact = [np.all([likeliest[at] for at in answer], axis=0) for answer in task.answers]
     return np.stack([np.stack(means, axis=1), np.stack(exact, axis=1)], axis=2)
 

@@ -51,27 +51,28 @@ def run_eval(args):
     context = model.config.context_length
     if args.tokens > context:
         raise ValueError(f"--tokens is {args.tokens}; the model's context is {context}")
-    about, texts = _about(args, path, model, texts), [tokenizer.encode(text)[: args.tokens] for text in texts]
+    all_tokens = [tokenizer.encode(text)[: args.tokens] for text in texts]
     rotated, per_text, seconds = [], [], []
-    with _progress(sum(len(tokens) - 1 for tokens in texts) * (2 if types else 1)) as progress:
-        for tokens in texts:
+    with _progress(sum(len(tokens) - 1 for tokens in all_tokens) * (2 if types else 1)) as progress:
+        for tokens in all_tokens:
             room = max(1, len(tokens))
             caches = [TimedCache(kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)) for storage in storages]
             per_text.append(evaluation.evaluate(model, tokens, caches, chunk_size=args.chunk, progress=progress))
             seconds.append([cache.seconds for cache in caches])
         if types:
             with LlamaCpp(path, model.cache_shape) as peer:
-                for tokens, scores in zip(texts, per_text):
+                for tokens, scores in zip(all_tokens, per_text):
                     scores += peer.evaluate(tokens, types, progress=progress)
                 rotated = peer.rotated
 
     more = {"llama_cpp_rotated": rotated} if types else {}
     if args.report:
-        for text, tokens, scores, times in zip(about["texts"], texts, per_text, seconds):
+        about = _about(path, model, texts) | {"chunk": args.chunk, **more}
+        for text, tokens, scores, times in zip(about["texts"], all_tokens, per_text, seconds):
             text |= {"tokens": len(tokens), "results": as_rows(scores)}
             for row, time in zip(text["results"], times):
                 row["attention_seconds"] = round(time, 6)
-        write_json(args.report, about | more)
+        write_json(args.report, about)
     table = functools.partial(score_table, cache_shape=model.cache_shape)
     _report(args, path, per_text, "tokens predicted", table, [{}] * len(texts), **more)
     if types and not args.json:
@@ -111,7 +112,7 @@ def _run_task(args):
     by_length = [{"tokens": length, "results": [asdict(one) for one in scores]} for length, scores in zip(args.lengths, found)]
     result = {"task": args.task, "pairs": args.pairs, "seeds": list(range(args.seeds)), "lengths": by_length}
     if args.report:
-        write_json(args.report, _about(args, path, model, [text]) | result)
+        write_json(args.report, _about(path, model, [text]) | result)
     if args.json:
         print(json.dumps({"text": args.text[0]} | result, indent=2))
         return
@@ -160,11 +161,11 @@ def _report(args, path, per_text, title, table_of, abouts, **more):
     _show(table_of(means))
 
 
-def _about(args, path, model, texts):
-    """The part of a report that tells the model, the texts, the machine and the options, without a word of the texts."""
+def _about(path, model, texts):
+    """The part of a report that tells the model, the texts and the machine, without a word of the texts."""
     of_model = {"name": Path(path).stem, "sha256": file_sha256(path), **asdict(model.config)}
     of_texts = [{"sha256": sha256(text.encode()).hexdigest(), "characters": len(text)} for text in texts]
-    return about_machine() | {"model": of_model, "chunk": args.chunk, "texts": of_texts}
+    return about_machine() | {"model": of_model, "texts": of_texts}
 
 
 def _load(args):

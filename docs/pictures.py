@@ -170,15 +170,15 @@ def texts(figure, data):
     axes = figure.add_subplot(yscale="log", title=f"{data['model'].split('.')[0]}, {data['tokens']:,} tokens of each text")
     colours = ("int8", "bfloat16", "int4", "k8v4")
     first = next(iter(data["texts"].values()))["results"]
-    order = sorted(range(len(first)), key=lambda i: first[i]["bits_per_element"])
-    names = [
-        first[i]["dtype"] + {None: "", False: ",\nsimulated", True: ",\nsimulated,\nwith floats"}[first[i].get("floats")] for i in order
-    ]
+    shown = [i for i, one in enumerate(first) if "calibrated" not in one["dtype"]]
+    order = sorted(shown, key=lambda i: first[i]["bits_per_element"])
+    more = {None: "", False: ",\nsimulated", True: ",\nsimulated,\nwith floats"}
+    names = [first[i]["dtype"].replace("/", "/\n") + more[first[i].get("floats")] for i in order]
     for (name, one), colour in zip(data["texts"].items(), colours):
         axes.plot(
             [one["results"][i]["kl"] for i in order], marker="o", markersize=5, linestyle="none", color=COLOURS[colour], label=name
         )
-    axes.set_xticks(range(len(order)), [f"{name}\n{first[i]['bits_per_element']:.2f} bits" for name, i in zip(names, order)], size=8)
+    axes.set_xticks(range(len(order)), [f"{name}\n{first[i]['bits_per_element']:.2f} bits" for name, i in zip(names, order)], size=7)
     axes.set_ylabel("KL divergence from a float32 cache, nats")
     axes.legend(loc="upper right")
     _grid(axes)
@@ -307,7 +307,7 @@ PICTURES = {
     "memory": (memory_data, memory, (5.6, 3.8)),
     "speed": (speed_data, speed, (10, 3.8)),
     "accuracy": (accuracy_data, accuracy, (10, 3.8)),
-    "texts": (texts_data, texts, (9, 3.8)),
+    "texts": (texts_data, texts, (11, 3.8)),
     "compression": (compression_data, compression, (7, 4)),
     "precision": (precision_data, precision, (10, 3.8)),
     "fidelity": (precision_data, fidelity, (7, 3.8)),

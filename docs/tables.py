@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from kvfast.attention.families import families
@@ -105,18 +106,24 @@ def kernels():
     return _table(["tier", *columns], [[", ".join(names), *cells] for cells, names in tiers.items()])
 
 
+def _cache(one):
+    """What a row is called."""
+    form, _, calibrated = one["dtype"].partition(" ")
+    if one["runtime"] == "simulated":
+        return f"{form}, simulated" + ", with floats" * one["floats"]
+    return (f"`{form}`" + f", {calibrated}" * bool(calibrated)) if one["runtime"] == "kvfast" else f"{one['runtime']} {form}"
+
+
+def _kl(one):
+    """A mean KL divergence and, where it was measured, the 99.9 % value."""
+    return " / ".join(f"{one[name]:.5f}" if one[name] < 1e-4 else f"{one[name]:.4f}" for name in ("kl", "kl_999") if name in one)
+
+
 def accuracy():
     rows = []
     for one in load("accuracy")["results"]:
-        name = f"`{one['dtype']}`" if one["runtime"] == "kvfast" else f"{one['runtime']} {one['dtype']}"
-        rows.append(
-            [name, f"{one['bits_per_element']:.2f}", f"{one['nll_difference']:+.4f}", f"{one['kl']:.4f}", _percent(one["top1"])]
-        )
+        rows.append([_cache(one), f"{one['bits_per_element']:.2f}", f"{one['nll_difference']:+.4f}", _kl(one), _percent(one["top1"])])
     return _table(["cache", "bits per element", "NLL change", "KL divergence", "same top token"], rows)
-
-
-def _kl(value):
-    return f"{value:.5f}" if value < 1e-4 else f"{value:.4f}"
 
 
 def texts():
@@ -124,12 +131,35 @@ def texts():
     texts = load("texts")["texts"]
     rows = []
     for same in zip(*(one["results"] for one in texts.values())):
-        form, _, calibrated = same[0]["dtype"].partition(" ")
-        name = f"`{form}`" + f", {calibrated}" * bool(calibrated)
-        if same[0]["runtime"] == "simulated":
-            name = f"{same[0]['dtype']}, simulated" + (", with the floats of `int4`" if same[0]["floats"] else "")
-        rows.append([name, *(f"{_kl(one['kl'])} ({_percent(one['top1'])})" for one in same)])
-    return _table(["cache", *texts], rows)
+        rows.append([_cache(same[0]), f"{same[0]['bits_per_element']:.2f}", *(f"{_kl(one)} ({_percent(one['top1'])})" for one in same)])
+    return _table(["cache", "bits", *texts], rows)
+
+
+def _stored(one, kl):
+    """The bits per element, and what they cost."""
+    return f"{one['bits_per_element']:.2f}: {_kl(kl)}"
+
+
+def lengths():
+    """What formats cost in the parts of a text: means of all texts."""
+    rows = []
+    for same in zip(*(one["results"] for one in load("texts")["texts"].values())):
+        parts = list(zip(*(one["lengths"] for one in same)))
+        means = [{name: sum(part[name] for part in of_texts) / len(same) for name in ("kl", "kl_999")} for of_texts in parts]
+        rows.append([_cache(same[0]), *(_stored(one[0], mean) for one, mean in zip(parts, means))])
+    ends = [0, *(part[0]["num_tokens"] for part in parts)]
+    return _table(["cache", *(f"tokens {first + 1:,} to {end:,}" for first, end in pairwise(ends))], rows)
+
+
+def models():
+    """Reports of `python -m kvfast eval --novel --report`, one in each file of bench/models."""
+    reports, rows = [load(f"models/{path.stem}") for path in sorted((BENCH / "models").glob("*.json"))], {}
+    for place, report in enumerate(reports):
+        for one in report["texts"][0]["results"]:
+            rows.setdefault(_cache(one), ["-"] * len(reports))[place] = _stored(one, one)
+    given = (report["model"] for report in reports)
+    heads = (f"{model['name']} ({model['num_layers']}, {model['num_kv_heads']} x {model['head_dim']})" for model in given)
+    return _table(["cache", *heads], [[name, *cells] for name, cells in rows.items()])
 
 
 def bits():
@@ -146,8 +176,7 @@ def retrieval():
     rows = {}
     for i, length in enumerate(lengths):
         for one in length["results"]:
-            name = f"`{one['dtype']}`" if one["runtime"] == "kvfast" else f"{one['runtime']} {one['dtype']}"
-            cells = rows.setdefault(name + ", fast" * ("precision" in one), ["-"] * len(lengths))
+            cells = rows.setdefault(_cache(one) + ", fast" * ("precision" in one), ["-"] * len(lengths))
             cells[i] = f"{one['difference']:+.3f} +- {one['interval']:.3f}, {one['num_exact']} of {one['num_answers']}"
     first = [one["results"][0] for one in lengths]
     floats = [f"{one['log_prob_float32']:.3f}, {one['num_exact_float32']} of {one['num_answers']}" for one in first]
@@ -362,7 +391,7 @@ def _reason(text):
 
 TABLES = {
     function.__name__: function
-    for function in (memory, dtypes, kernels, accuracy, texts, retrieval, compression, speed, precision, peers, architectures)
+    for function in (memory, dtypes, kernels, accuracy, texts, models, retrieval, compression, speed, precision, peers, architectures)
 }
 
 
@@ -381,7 +410,7 @@ FILES |= {
         "decode_zen5": [partial(speed, "decode_zen5")],
         "splicing": [documents, shift],
         "precision": [hard],
-        "bits": [bits],
+        "bits": [bits, lengths],
         "cycles": [cycles, fast_cycles],
         "architectures": [partial(architectures, reasons=True)],
     }.items()

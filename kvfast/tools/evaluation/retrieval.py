@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import kvfast
-from kvfast.tools.evaluation.perplexity import log_softmax, predictor
+from kvfast.tools.evaluation.perplexity import CacheScore, log_softmax, predictor
 
 NAMES = """
     Athens Baghdad Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Bucharest Budapest Cairo Chicago Copenhagen
@@ -77,11 +77,7 @@ class RetrievalScore:
     exact_low: float
     exact_high: float
     bits_per_element: float
-
-    @property
-    def name(self):
-        """`dtype`, after the runtime unless that is kvfast."""
-        return self.dtype if self.runtime == "kvfast" else f"{self.runtime} {self.dtype}"
+    name = CacheScore.name
 
 
 def retrieval_task(tokenizer, text, num_tokens, num_pairs=24, seed=0, kind="retrieval"):

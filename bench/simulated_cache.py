@@ -11,6 +11,7 @@ import kvfast
 
 # KVarN's types -> bits of a code. A tile is a block of the cache.
 KVARN = {"kvarn4": 4, "kvarn2": 2}
+_LIMITS = np.exp([-0.3, 10])  # of a scale of KVarN
 
 
 class SimulatedCache:
@@ -122,6 +123,3 @@ def _kvarn(tiles, largest, axis):
     least = even.min(axis, keepdims=True)
     step = np.maximum((even.max(axis, keepdims=True) - least) / largest, 1e-10)
     return ((np.rint((even - least) / step) * step + least) * scales).astype(np.float32)
-
-
-_LIMITS = np.exp([-0.3, 10])  # of a scale

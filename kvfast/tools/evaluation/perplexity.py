@@ -179,7 +179,7 @@ def _means(reference, losses):
 
 
 def mean_score(scores):
-    """One score of a cache for several texts, from one score per text: means over the predictions of all texts."""
+    """One score of a cache for several texts, from one score per text: means over the predictions of all texts, and no `lengths` for several."""
     if len(scores) == 1:
         return scores[0]
     counts = [score.num_predictions for score in scores]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 49_260,
+    "kvfast": 49_350,
     "kvfast/attention": 4_100,
     "kvfast/caches": 3_170,
     "kvfast/codec": 2_590,
@@ -28,9 +28,9 @@ MOST = {
     "kvfast/prompts": 2_860,
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_140,
-    "kvfast/tools": 4_570,
-    "tests": 43_050,
-    "docs": 3_320,
+    "kvfast/tools": 4_670,
+    "tests": 43_120,
+    "docs": 3_360,
 }
 MOST_OF_A_GUIDE = 100
 

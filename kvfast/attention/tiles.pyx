@@ -51,10 +51,10 @@ cdef void _score_first(const kv_task *task, const float *rows, int first, int co
     cdef kv_scratch *scratch = task.narrow
     cdef kv_tile keys, values
     cdef kv_ahead ahead
-    cdef float score
+    cdef float most[KV_ROWS]
     cdef int r
     for r in range(count):
-        own.firsts[first + r] = -INFINITY
+        own.firsts[first + r], most[r] = -INFINITY, KV_MAX_FLOAT32
     if (task.item.first_split + task.item.splits == 1 or layout.latent or layout.decode != NULL or given.chosen != NULL
             or kv_bends(&task.options)):
         return
@@ -63,11 +63,11 @@ cdef void _score_first(const kv_task *task, const float *rows, int first, int co
     _aim(&ahead.next, &layout.k, &keys, KV_LANES, KV_LANES)
     ahead.after, ahead.lead = ahead.next, 0
     task.kernels.prepare[layout.k.dtype](&layout.k, rows, count, given.request.options.scale, &scratch.queries)
+    scratch.queries.most = most  # so far above that no rounding matters
     task.kernels.scores[layout.k.dtype](&layout.k, &scratch.queries, count, &keys, &ahead, scratch.softmax.weights)
+    scratch.queries.most = scratch.softmax.m
     for r in range(count):
-        score = scratch.softmax.weights[r * KV_TILE]
-        if score == score:  # not NaN, which the fast precision gives for a score that is not sure
-            own.firsts[first + r] = score
+        own.firsts[first + r] = scratch.softmax.weights[r * KV_TILE]
     if task.wide == NULL:
         own.prepared = &layout.k
 

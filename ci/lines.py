@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 49_350,
-    "kvfast/attention": 4_100,
+    "kvfast": 49_360,
+    "kvfast/attention": 4_120,
     "kvfast/caches": 3_170,
     "kvfast/codec": 2_590,
     "kvfast/compression": 1_970,

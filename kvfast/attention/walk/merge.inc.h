@@ -1,43 +1,54 @@
 /* Output rows, and the partial results of splits that are folded into them. */
 
-/* Numbers of a partial result: the maximum, the sum of weights, the sums of weighted values. */
+/* A partial result: the maximum, the sum of weights, the sums of weighted values. */
+typedef struct {
+    float m, l, sums[];
+} kv_partial;
+
+/* Several of them, folded. In double, as the splits of a long context are thousands, and sums of tokens that are alike would all be
+   rounded the same way. */
+typedef struct {
+    double m, l, sums[];
+} kv_folded;
+
+/* Numbers of either. */
 static inline ptrdiff_t kv_partial_size(const kv_side *values) { return values->padded_dim + 2; }
 
-/* The slots of a query and query head, each for a partial result in float. All are folded into the first two, in double, as the splits
-   of a long context are thousands, and sums of tokens that are alike would all be rounded the same way. Each part that is not folded
-   as it is computed follows. */
+/* The slots of a query and query head, each for a partial result. The first two are for the fold of all. Each part that is not
+   folded as it is computed follows. */
 static inline ptrdiff_t kv_slots_of(const kv_query *query) { return 2 + query->parts - query->folded; }
 
 /* Whether a task takes all parts of a query, and folds them in memory of its own: they have no slots. */
 static inline int kv_is_own(const kv_call *call, const kv_query *query) { return call->own_folds && query->parts == query->folded; }
 
-/* The slots of one query and query head. The rows of a task follow each other. */
-static inline double *kv_partials_of(const kv_call *call, const kv_query *query, ptrdiff_t q_head)
+/* The fold of one query and query head. The rows of a task follow each other. */
+static inline kv_folded *kv_folded_of(const kv_call *call, const kv_query *query, ptrdiff_t q_head)
 {
     const ptrdiff_t before = (q_head / call->group * call->num_slots + query->partial) * call->group;
-    return (double *)((float *)call->partials + (before + q_head % call->group * kv_slots_of(query)) * kv_partial_size(call->values));
+    const ptrdiff_t slots = before + q_head % call->group * kv_slots_of(query);
+    return (kv_folded *)((float *)call->partials + slots * kv_partial_size(call->values));
 }
 
 /* Where a part that is not folded is. */
-static inline float *kv_part_of(const kv_call *call, const kv_query *query, double *first, ptrdiff_t part)
+static inline kv_partial *kv_part_of(const kv_call *call, const kv_query *query, kv_folded *folded, ptrdiff_t part)
 {
-    return (float *)first + (2 + part - query->folded) * kv_partial_size(call->values);
+    return (kv_partial *)((float *)folded + (2 + part - query->folded) * kv_partial_size(call->values));
 }
 
 /* Adds a partial result to the sum of those before it. */
-static inline void kv_fold(const kv_call *call, double *into, const float *sums, float m, float l)
+static inline void kv_fold(const kv_call *call, kv_folded *into, const float *sums, float m, float l)
 {
-    const double top = into[0] > m ? into[0] : m;
+    const double top = into->m > m ? into->m : m;
     if (l == 0.0f) return; /* goes on for NaN */
-    if (into[1] == 0.0) {
-        into[0] = m, into[1] = l;
-        for (ptrdiff_t i = 0; i < call->values->padded_dim; i++) into[2 + i] = sums[i];
+    if (into->l == 0.0) {
+        into->m = m, into->l = l;
+        for (ptrdiff_t i = 0; i < call->values->padded_dim; i++) into->sums[i] = sums[i];
         return;
     }
-    const double before = into[0] == top ? 1.0 : exp(into[0] - top), weight = m == top ? 1.0 : exp(m - top);
-    into[0] = top;
-    into[1] = into[1] * before + l * weight;
-    call->kernels->scale_add_double(into + 2, before, sums, weight, call->values->padded_dim);
+    const double before = into->m == top ? 1.0 : exp(into->m - top), weight = m == top ? 1.0 : exp(m - top);
+    into->m = top;
+    into->l = into->l * before + l * weight;
+    call->kernels->scale_add_double(into->sums, before, sums, weight, call->values->padded_dim);
 }
 
 /* Writes an output row, sums / l, after the sink of its head. A row that sees nothing is 0. */
@@ -54,11 +65,11 @@ static inline void kv_write_row(const kv_call *call, const kv_query *query, ptrd
     call->source->write(call, query, q_head, sums, top, l);
 }
 
-static inline void kv_write_folded(const kv_call *call, const kv_query *query, ptrdiff_t q_head, const double *partial)
+static inline void kv_write_folded(const kv_call *call, const kv_query *query, ptrdiff_t q_head, const kv_folded *folded)
 {
     float sums[KV_MAX_HEAD_DIM];
-    for (int i = 0; i < call->values->head_dim; i++) sums[i] = partial[1] == 0.0 ? 0.0f : (float)partial[2 + i];
-    kv_write_row(call, query, q_head, sums, (float)partial[0], (float)partial[1]);
+    for (int i = 0; i < call->values->head_dim; i++) sums[i] = folded->l == 0.0 ? 0.0f : (float)folded->sums[i];
+    kv_write_row(call, query, q_head, sums, (float)folded->m, (float)folded->l);
 }
 
 /* Ends a row of the task's item: of the split that was read. */
@@ -67,33 +78,33 @@ static inline void kv_end_row(const kv_task *task, ptrdiff_t row, float *sums, f
     const kv_call *call = task->call;
     const ptrdiff_t q_head = task->head * call->group + row % call->group, part = task->item->part + task->split;
     const kv_query *query = call->queries + kv_query_of(call, task->item, row);
-    double *first;
+    kv_folded *folded;
     if (query->parts == 1) {
         kv_write_row(call, query, q_head, sums, m, l);
         return;
     }
-    first = kv_is_own(call, query) ? task->folds + row % task->item->block_rows * kv_partial_size(call->values)
-                                   : kv_partials_of(call, query, q_head);
+    folded = kv_is_own(call, query) ? (kv_folded *)(task->folds + row % task->item->block_rows * kv_partial_size(call->values))
+                                    : kv_folded_of(call, query, q_head);
     if (part >= query->folded) {
-        float *own = kv_part_of(call, query, first, part);
-        own[0] = m, own[1] = l;
-        memcpy(own + 2, sums, (size_t)call->values->padded_dim * sizeof *own);
+        kv_partial *own = kv_part_of(call, query, folded, part);
+        own->m = m, own->l = l;
+        memcpy(own->sums, sums, (size_t)call->values->padded_dim * sizeof *sums);
         return;
     }
-    if (part == 0) first[0] = -INFINITY, first[1] = 0.0;
-    kv_fold(call, first, sums, m, l);
-    if (part == query->parts - 1) kv_write_folded(call, query, q_head, first);
+    if (part == 0) folded->m = -INFINITY, folded->l = 0.0;
+    kv_fold(call, folded, sums, m, l);
+    if (part == query->parts - 1) kv_write_folded(call, query, q_head, folded);
 }
 
 /* Folds the partial results of a query and query head, in order, and writes its row. */
 static inline void kv_merge(const kv_call *call, const kv_query *query, ptrdiff_t q_head)
 {
-    double *first = kv_partials_of(call, query, q_head);
+    kv_folded *folded = kv_folded_of(call, query, q_head);
     for (int part = query->folded; part < query->parts; part++) {
-        const float *own = kv_part_of(call, query, first, part);
-        kv_fold(call, first, own + 2, own[0], own[1]);
+        const kv_partial *own = kv_part_of(call, query, folded, part);
+        kv_fold(call, folded, own->sums, own->m, own->l);
     }
-    kv_write_folded(call, query, q_head, first);
+    kv_write_folded(call, query, q_head, folded);
 }
 
 /* Ends a task. The last one of a query and KV head to end merges their partial results. */
@@ -138,9 +149,9 @@ static inline void kv_clear_partials(const kv_call *call, ptrdiff_t num_tokens)
 {
     for (const kv_query *query = call->queries; query < call->queries + num_tokens; query++)
         for (ptrdiff_t q_head = 0; query->parts > query->folded && q_head < call->num_q_heads; q_head++) {
-            double *first = kv_partials_of(call, query, q_head);
-            first[0] = -INFINITY, first[1] = 0.0;
-            for (int part = query->folded; part < query->parts; part++) kv_part_of(call, query, first, part)[1] = 0.0f;
+            kv_folded *folded = kv_folded_of(call, query, q_head);
+            folded->m = -INFINITY, folded->l = 0.0;
+            for (int part = query->folded; part < query->parts; part++) kv_part_of(call, query, folded, part)->l = 0.0f;
         }
 }
 

@@ -21,6 +21,8 @@ from kvfast.tools.cli.bench import measure as measuring
 from kvfast.tools.cli.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
 from kvfast.tools.cli.bench.json_file import json_text
 from kvfast.tools.cli.bench.measure import interleaved, measure
+from kvfast.tools.cli.bench.real_rows import NAME, TEXT, real_rows
+from kvfast.tools.evaluation.wrapped import WrappedCache
 
 TINY = Model("tiny", 2, 4, 2, 32)
 CHECKOUT = Path(__file__).parents[2]
@@ -70,6 +72,7 @@ def test_read_bandwidth_of_any_size(isa):
 
 def test_cases_are_known_by_their_names():
     assert str(Case("prefill", LLAMA_3_8B, "int8", 4096, 512)) == "prefill Llama-3-8B int8 4096 512"
+    assert Case.parse("decode SmolLM2-135M int8 64 real") == Case("decode", SMOLLM2_135M, "int8", 64, rows="real")
     for name in (
         "",
         "decode",
@@ -112,6 +115,31 @@ def test_operations_are_counted_causally():
         assert Case("prefill", TINY, "int8", context, n).prepare().operations == seen * 4 * 32 * 4
     with pytest.raises(ValueError, match="do not fit"):
         Case("prefill", TINY, "int8", 7, 8).prepare()
+
+
+def test_real_rows_are_what_attention_sees(model, tmp_path, monkeypatch):
+    from kvfast import llama
+
+    model, tokenizer = tiny = llama.load(model)
+    shape, loads, queries = Model("tiny", 2, 4, 2, 12), [], []
+    monkeypatch.setenv("KVFAST_CACHE", str(tmp_path))
+    monkeypatch.setattr("kvfast.llama.load", lambda: loads.append(1) or tiny)
+    observed = WrappedCache(cache := kvfast.KVCache(*model.cache_shape, 700, "float32"))
+    observed.write = lambda *args, **options: queries.append(cache.write(*args, **options)) or queries[-1]
+    model.prefill(tokenizer.encode(TEXT)[:700], observed, 700)
+    for context, loaded in ((600, 1), (40, 1), (700, 2), (600, 2)):  # a longer context is computed again
+        q, k, v = real_rows(shape, context, 3)
+        assert q.dtype == np.float32 and len(loads) == loaded
+        for layer in range(2):
+            pairs = (q, queries[layer][context - 3 : context]), (k, cache.k(layer)[:context]), (v, cache.v(layer)[:context])
+            assert all(np.allclose(rows[layer], seen, rtol=2e-3, atol=1e-4) for rows, seen in pairs)
+    for work, n, layers in (("decode", 1, 4), ("prefill", 40, 2)):  # all layers as often
+        case = Case(work, shape, "int8", 600, n, "real").prepare(least_bytes=100_000)
+        case.check()
+        assert case.count == layers
+    with pytest.raises(ValueError, match="contexts of up to"):
+        real_rows(shape, 65536, 1)
+    assert [path.name for path in tmp_path.glob("rows*")] == [f"{NAME}.npy"]
 
 
 # --- rounds ------------------------------------------------------------------------------------
@@ -224,6 +252,16 @@ def test_report_has_no_name_or_path(tmp_path):
     assert not {platform.node(), getpass.getuser()} & set(re.findall(r"[\w.-]+", text))
 
 
+@pytest.mark.model
+def test_real_rows_beside_random_ones(smollm2, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVFAST_CACHE", str(tmp_path))
+    monkeypatch.setattr("kvfast.llama.load", lambda: smollm2[1:])
+    args = "--rows", "random,real", "--formats", "int8", "--contexts", "64", "--tokens", "32", *QUICK, "--json", tmp_path / "x.json"
+    code, out, err = run_here(*args)
+    assert code == 0 and out.count("int8 real") == 2, err
+    assert [row["rows"] for row in json.loads((tmp_path / "x.json").read_text())["results"]] == ["random", NAME] * 2
+
+
 def test_json_has_one_line_per_result():
     rows = [{"name": f"row {i}", "seconds": i / 3, "of": {"int8": 1.5, "int4": None}, "list": [1, 2]} for i in range(3)]
     report = {"cpu": "one \u00e9", "rows": rows, "deep": {"within": {"rows": rows[:1]}}, "empty": [], "long": list(range(300))}
@@ -318,6 +356,8 @@ def test_errors_are_one_plain_line(tmp_path, monkeypatch):
         (("--formats", "int9"), "int9"),
         (("--work", "sleep"), "decode"),
         (("--model", "GPT"), "SmolLM2-135M"),
+        (("--rows", "real", "--model", "Llama-3-8B"), "of SmolLM2-135M"),
+        (("--rows", "real", "--work", "append"), "decode and prefill"),
         (("--contexts", "64", "--work", "prefill"), "at least as many"),
         (("--plot", "bench.txt"), "png"),
         (("--json", missing / "x.json"), "no folder"),

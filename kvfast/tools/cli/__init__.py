@@ -280,6 +280,7 @@ def _add_bench(commands):
     add("--work", metavar="LIST", help="decode, cached, batch, prefill, append, read, quantize, dequantize (default: decode,prefill)")
     add("--model", metavar="NAME", help="shape of this model: Llama-3-8B (default), Llama-3.2-1B, SmolLM2-135M, Qwen3-30B-A3B")
     add("--formats", metavar="LIST", help="formats of the caches, with commas; or all (default: float16,int8,k8v4,int4)")
+    add("--rows", default="random", metavar="LIST", help="random (default), real: of SmolLM2-135M on a text, computed once; or both")
     add("--contexts", type=_numbers, metavar="LIST", help="tokens (default: 1024,4096,16384,65536; for prefill up to 16384)")
     add("--tokens", type=_positive, metavar="N", help="queries of a prefill call, tokens of an append call (default: 512)")
     add("--sequences", type=_positive, metavar="N", help="sequences of a batch call (default: 16)")

@@ -1,6 +1,6 @@
 """How fast kvfast is here, as fractions of what the machine can do: `python -m kvfast bench` and `pytest bench`.
 
-- cases: shapes of models, and what is measured
+- cases, real_rows: shapes of models, and what is measured; rows of a model on a text
 - measure: rounds of calls, each with a measurement of the machine
 - report, scaling, json_file: tables and plots, time over threads, JSON
 - command: the command

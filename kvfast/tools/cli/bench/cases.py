@@ -10,6 +10,7 @@ import numpy as np
 
 import kvfast
 from kvfast.codec.dtypes import FLOATS
+from kvfast.tools.cli.bench.real_rows import real_rows
 
 LEAST_BYTES = 512 * 10**6
 """Read by one call, of as many layers as that takes: several times a processor's last-level cache."""
@@ -56,7 +57,8 @@ class Work:
 class Case:
     """One thing to measure; ``str(case)`` is its name, and `Case.parse` reads it.
 
-    `num_tokens` are queries of `prefill`, tokens at a time of `append`, sequences of `batch`.
+    `num_tokens` are queries of `prefill`, tokens at a time of `append`, sequences of `batch`. `rows` are keys, values and queries
+    of `decode` and `prefill`: random ones, the same for each layer, or those of the layers of SmolLM2-135M-Instruct ("real").
     """
 
     work: str
@@ -64,6 +66,7 @@ class Case:
     format: object
     context: int
     num_tokens: int = 1
+    rows: str = "random"
 
     @property
     def is_compute_bound(self):
@@ -74,19 +77,23 @@ class Case:
     def arithmetic(self):
         return "float32" if self.format in FLOATS else "int8"
 
+    @property
+    def label(self):
+        return f"{self.format}{' real' * (self.rows == 'real')}"
+
     def __str__(self):
         tokens = f" {self.num_tokens}" if self.num_tokens > 1 else ""
-        return f"{self.work} {self.model.name} {self.format} {self.context}{tokens}"
+        return f"{self.work} {self.model.name} {self.format} {self.context}{tokens}{' real' * (self.rows == 'real')}"
 
     @classmethod
     def parse(cls, name):
         """The case of a name; a ValueError for another text."""
-        work, model, form, *rest = (*str(name).split(), "", "", "")
+        work, model, form, *rest = (*str(name).removesuffix(" real").split(), "", "", "")
         numbers = [number for number in rest if number]
         known = work in WORKS and model in MODELS and form
         if not known or len(numbers) not in (1, 2) or not all(map(str.isdecimal, numbers)):
             raise ValueError(f"{name!r} is not a case; a case has: {' or '.join(WORKS)}, a model, a format, how many tokens")
-        return cls(work, MODELS[model], form, *map(int, numbers))
+        return cls(work, MODELS[model], form, *map(int, numbers), rows="real" if str(name).endswith(" real") else "random")
 
     def prepare(self, least_bytes=LEAST_BYTES):
         """The `Work` of the call, with its arrays. A call of `decode` reads at least `least_bytes`."""
@@ -95,18 +102,34 @@ class Case:
         work = WORKS[self.work](self, least_bytes)
         return work if work.read_bytes else replace(work, read_bytes=least_bytes // 2)
 
-    def new_cache(self):
-        """An empty cache of one layer."""
-        return kvfast.KVCache(1, self.model.num_kv_heads, self.model.head_dim, self.context, self.format)
+    def new_rows(self):
+        """Queries, keys and values of all layers, or of one for all."""
+        if self.rows == "real":
+            return real_rows(self.model, self.context, self.num_tokens)
+        return query(self.model, self.num_tokens)[None], *random_rows(self.model)
+
+    def new_cache(self, num_layers=1):
+        """An empty cache."""
+        return kvfast.KVCache(num_layers, self.model.num_kv_heads, self.model.head_dim, self.context, self.format)
 
 
-def fill(cache, context):
-    """Append random tokens to every layer of a cache or sequence, and advance, until it has `context` of them."""
-    shape = (min(CHUNK, context), cache.num_kv_heads, cache.head_dim)
-    k, v = np.random.default_rng(0).standard_normal((2, *shape), np.float32)
+def random_rows(model):
+    """Keys and values of one layer and `CHUNK` tokens: (layers, tokens, heads, head_dim) each."""
+    return np.random.default_rng(0).standard_normal((2, 1, CHUNK, model.num_kv_heads, model.head_dim), np.float32)
+
+
+def append(cache, n, k, v):
+    """Append the next n tokens to every layer of a cache or sequence. Layers and tokens of the rows repeat."""
+    at = (len(cache) + np.arange(n)) % k.shape[1]
+    for layer in range(cache.num_layers):
+        cache.append(layer, k[layer % len(k), at], v[layer % len(v), at])
+
+
+def fill(cache, context, *rows):
+    """Append tokens, random ones by default, and advance, until there are `context` of them."""
+    k, v = rows or random_rows(cache)
     while (n := min(CHUNK, context - len(cache))) > 0:
-        for layer in range(cache.num_layers):
-            cache.append(layer, k[:n], v[:n])
+        append(cache, n, k, v)
         cache.advance(n)
 
 
@@ -127,10 +150,10 @@ def query(model, n=1):
     return np.random.default_rng(1).standard_normal((n, model.num_q_heads, model.head_dim), np.float32)
 
 
-def decode(cache, q):
-    """Attend once in every layer."""
+def decode(cache, *q):
+    """Attend once in every layer, with queries that repeat."""
     for layer in range(cache.num_layers):
-        cache.attend(layer, q)
+        cache.attend(layer, q[layer % len(q)])
 
 
 def check_attention(cache, q):
@@ -152,17 +175,23 @@ def _operations(model, context, n):
     return 4 * model.head_dim * model.num_q_heads * visible
 
 
+def _attention(case, cache, q):
+    """The last tokens of a case attend once in every layer."""
+    return Work(
+        call=lambda: decode(cache, *q),
+        count=cache.num_layers,
+        nbytes=cache.bytes_per_token * case.context,
+        operations=cache.num_layers * _operations(case.model, case.context, case.num_tokens),
+        check=lambda: check_attention(cache, q[0]),
+    )
+
+
 def _decode(case, least_bytes):
     """One token, every layer from memory."""
-    layers = layers_of(case.model, case.format, case.context, least_bytes)
-    cache, q = filled(case.model, case.format, case.context, layers), query(case.model)
-    return Work(
-        call=lambda: decode(cache, q),
-        count=layers,
-        nbytes=cache.bytes_per_token * case.context,
-        operations=layers * _operations(case.model, case.context, 1),
-        check=lambda: check_attention(cache, q),
-    )
+    q, k, v = case.new_rows()
+    cache = case.new_cache(-(-layers_of(case.model, case.format, case.context, least_bytes) // len(q)) * len(q))
+    fill(cache, case.context, k, v)
+    return _attention(case, cache, q)
 
 
 def _cached(case, least_bytes):
@@ -206,20 +235,12 @@ def _batch(case, least_bytes):
 
 
 def _prefill(case, least_bytes):
-    """The last tokens of a prompt, in one layer: appended and not yet advanced, as in a model."""
-    n, before = case.num_tokens, case.context - case.num_tokens
-    cache = case.new_cache()
-    fill(cache, before)
-    shape = (2, n, cache.num_kv_heads, cache.head_dim)
-    cache.append(0, *np.random.default_rng(2).standard_normal(shape, np.float32))
-    q = query(case.model, n)
-    return Work(
-        call=lambda: cache.attend(0, q),
-        count=1,
-        nbytes=cache.bytes_per_token * case.context,
-        operations=_operations(case.model, case.context, n),
-        check=lambda: check_attention(cache, q),
-    )
+    """The last tokens of a prompt, in each layer that has rows of its own: appended and not yet advanced, as in a model."""
+    q, k, v = case.new_rows()
+    cache = case.new_cache(len(q))
+    fill(cache, case.context - case.num_tokens, k, v)
+    append(cache, case.num_tokens, k, v)
+    return _attention(case, cache, q)
 
 
 def _append(case, least_bytes):

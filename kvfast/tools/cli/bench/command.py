@@ -10,9 +10,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kvfast
 from kvfast.tools.cli.bench import scaling
-from kvfast.tools.cli.bench.cases import FORMATS, LEAST_BYTES, MODELS, WORKS, Case
+from kvfast.tools.cli.bench.cases import FORMATS, LEAST_BYTES, MODELS, SMOLLM2_135M, WORKS, Case
 from kvfast.tools.cli.bench.json_file import write_json
 from kvfast.tools.cli.bench.measure import cpu_name, default_threads, measure
+from kvfast.tools.cli.bench.real_rows import real_rows
 from kvfast.tools.cli.bench.report import as_json, as_report, machine_text, plot, tables
 from kvfast.tools.evaluation.plotting import check_folder, check_plot
 
@@ -33,6 +34,8 @@ def run_bench(args):
     threads = args.threads or (scaling.thread_counts(kvfast.get_num_threads()) if args.scaling else default_threads())
     cases, options = _cases(args), {"rounds": args.rounds, "seconds": SHORT_SECONDS if args.short else 1.0}
     isas = _vector_isas() if args.report else [kvfast.active_isa()]
+    if real := [case.context for case in cases if case.rows == "real"]:
+        real_rows(cases[0].model, max(real), 1)  # makes them before anything is measured
     by_isa = {}
     with progress_bar(len(cases) * len(threads) * len(isas)) as progress:
         for isa in isas:
@@ -50,14 +53,17 @@ def run_bench(args):
 
 
 def _cases(args):
-    """The cases that the arguments choose, those that differ in the format alone side by side."""
+    """The cases that the arguments choose, those that differ in the format or the rows alone side by side."""
     works = _names(args.work or (scaling.WORKS if args.scaling else "decode,prefill"), WORKS, "--work")
-    model = MODELS[_known(args.model or "Llama-3-8B", MODELS, "--model")]
+    rows = _names(args.rows, ("random", "real"), "--rows")
+    model = MODELS[_known(args.model or ("SmolLM2-135M" if "real" in rows else "Llama-3-8B"), MODELS, "--model")]
+    if "real" in rows and (model is not SMOLLM2_135M or {*works} - {"decode", "prefill"}):
+        raise ValueError(f"--rows real is for decode and prefill of {SMOLLM2_135M.name}, got {', '.join(works)} of {model.name}")
     formats = (args.formats or (scaling.FORMATS if args.scaling else "float16,int8,k8v4,int4")).replace("all", ",".join(FORMATS))
     formats = list(dict.fromkeys(name.strip() for name in formats.split(",")))
     for name in formats:
         kvfast.KVFormat.of(name)  # refuses an unknown one before anything is measured
-    contexts = args.contexts or (scaling.CONTEXTS if args.scaling else SHORT_CONTEXTS if args.short else CONTEXTS)
+    contexts = args.contexts or (scaling.CONTEXTS if args.scaling else SHORT_CONTEXTS if args.short or "real" in rows else CONTEXTS)
     tokens = args.tokens or 512
     cases = []
     for work in works:
@@ -70,7 +76,7 @@ def _cases(args):
             ours = [context for context in ours if context <= MOST_PREFILL]
         if not ours:
             raise ValueError(f"{work} of {n} tokens needs a context of at least as many, got {', '.join(map(str, contexts))}")
-        cases += [Case(work, model, form, context, n) for context in ours for form in formats]
+        cases += [Case(work, model, form, context, n, one) for context in ours for form in formats for one in rows]
     return cases
 
 

@@ -86,13 +86,13 @@ class Meter:
 
 
 def measure(cases, threads, *, seconds=1.0, rounds=None, least_bytes=LEAST_BYTES, progress=None):
-    """Yield a `Result` for each case and number of threads. Neighbours that differ in the format alone run in interleaved rounds.
+    """Yield a `Result` for each case and number of threads. Neighbours that differ in the format or the rows alone run in interleaved rounds.
 
     A case is called for about `seconds`, at least three times, or `rounds` times. `progress` is called with a text, which is
     what comes next, and how many results there are since the last time.
     """
     progress = progress or (lambda text, done: None)
-    for (work, model, context, n), group in itertools.groupby(cases, _without_format):
+    for (work, model, context, n), group in itertools.groupby(cases, lambda one: (one.work, one.model, one.context, one.num_tokens)):
         group = list(group)
         progress(f"{work} {model.name} {context:,}" + (f" ({n})" if n > 1 else ""), 0)
         works = [case.prepare(least_bytes) for case in group]
@@ -101,10 +101,6 @@ def measure(cases, threads, *, seconds=1.0, rounds=None, least_bytes=LEAST_BYTES
                 yield from _rounds([Meter(*pair, num_threads) for pair in zip(group, works)], seconds, rounds)
             progress("", len(group))
         del works
-
-
-def _without_format(case):
-    return case.work, case.model, case.context, case.num_tokens
 
 
 def _rounds(meters, seconds, rounds):

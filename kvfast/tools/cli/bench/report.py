@@ -11,6 +11,7 @@ import numpy as np
 
 import kvfast
 from kvfast.tools.cli.bench.measure import cpu_name
+from kvfast.tools.cli.bench.real_rows import NAME
 from kvfast.tools.evaluation.plotting import new_figure
 from kvfast.tools.evaluation.report import new_table
 
@@ -52,7 +53,7 @@ def tables(results):
                 table.add_row(
                     f"{one.case.context:,}",
                     str(one.num_threads),
-                    str(one.case.format),
+                    one.case.label,
                     time_text(seconds_per_token(one)),
                     f"{one.nbytes / one.seconds / 1e9:.1f}",
                     f"{one.bandwidth_fraction:.2f}",
@@ -68,7 +69,7 @@ def titled_table(title, *headings):
 
 
 def _place(result):
-    return result.case.context, result.num_threads
+    return result.case.context, result.num_threads, result.case.rows
 
 
 def time_text(seconds):
@@ -120,7 +121,8 @@ def _rows(results):
         fields = {name: getattr(one, name) for name in one.__dataclass_fields__ if name != "case"}
         case = one.case
         place = {"work": case.work, "model": case.model.name, "format": str(case.format)}
-        rows.append(place | {"context": case.context, "num_tokens": case.num_tokens} | fields)
+        place |= {"context": case.context, "num_tokens": case.num_tokens, "rows": NAME if case.rows == "real" else case.rows}
+        rows.append(place | fields)
     return rows
 
 
@@ -155,9 +157,9 @@ def _ticks(low, high):
 
 def _draw(axes, work, results):
     wall = "memory wall: bytes / read bandwidth" if work == "decode" else "bound: operations / peak rate"
-    formats = dict.fromkeys(str(one.case.format) for one in results)
-    for form, colour in zip(formats, COLOURS):
-        ours = sorted((one for one in results if str(one.case.format) == form), key=lambda one: one.case.context)
+    formats = dict.fromkeys(one.case.label for one in results)
+    for form, colour in zip(formats, COLOURS * 2):
+        ours = sorted((one for one in results if one.case.label == form), key=lambda one: one.case.context)
         contexts = [one.case.context for one in ours]
         times = [seconds_per_token(one) * 1e3 for one in ours]
         axes.plot(contexts, times, color=colour, marker="o", markersize=4, label=form)

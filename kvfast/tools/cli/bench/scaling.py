@@ -35,7 +35,8 @@ def scaling_table(results):
     for work, of_work in groupby(results, lambda one: one.case.work):
         for case, of_case in _by_case(of_work):
             cells = [f"{time_text(one.seconds)} {of_case[0].seconds / one.seconds:5.2f}x {one.fraction:5.2f}" for one in of_case]
-            table.add_row(_work_text(case), f"{case.context:,}", str(case.format), *cells)
+            name = f"{case.work} {case.num_tokens}" if case.num_tokens > 1 else case.work
+            table.add_row(name, f"{case.context:,}", case.label, *cells)
         table.add_section()
     return table
 
@@ -46,10 +47,6 @@ def _by_case(results):
     for one in results:
         by_case.setdefault(one.case, []).append(one)
     return [(case, sorted(of_case, key=lambda one: one.num_threads)) for case, of_case in by_case.items()]
-
-
-def _work_text(case):
-    return f"{case.work} {case.num_tokens}" if case.num_tokens > 1 else case.work
 
 
 def plot_scaling(results, path):
@@ -68,7 +65,7 @@ def _draw(axes, cases):
     for (case, results), colour in zip(cases, COLOURS * len(cases)):
         threads = [one.num_threads for one in results]
         times = [one.seconds * 1e3 for one in results]
-        axes.plot(threads, times, color=colour, marker="o", markersize=4, label=f"{case.format}, {case.context:,}")
+        axes.plot(threads, times, color=colour, marker="o", markersize=4, label=f"{case.label}, {case.context:,}")
         axes.plot(threads, [times[0] * threads[0] / n for n in threads], color=colour, linestyle=":", linewidth=1)
         axes.plot(threads, [bound(one) * 1e3 for one in results], color=colour, linestyle="--", linewidth=1)
     axes.plot([], [], color="black", linestyle=":", linewidth=1, label="ideal")

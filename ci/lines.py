@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 49_360,
+    "kvfast": 49_430,
     "kvfast/attention": 4_120,
     "kvfast/caches": 3_170,
     "kvfast/codec": 2_590,
@@ -28,8 +28,8 @@ MOST = {
     "kvfast/prompts": 2_860,
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_140,
-    "kvfast/tools": 4_670,
-    "tests": 43_120,
+    "kvfast/tools": 4_740,
+    "tests": 43_160,
     "docs": 3_360,
 }
 MOST_OF_A_GUIDE = 100

@@ -5,8 +5,8 @@
     python bench/studies/vllm_same_answers.py --model llama       # a tiny one with random weights, of tests/support
 
 An answer is the greedy text and the log-probabilities of its tokens, bit by bit. vLLM's own matrix products depend on the number of rows
-of a step. Here they take the same number of rows each time, so that only attention and the cache can differ. `--any-rows` leaves the
-products as they are.
+of a step. The study gives them the same number of rows in each step. Then only attention and the cache can differ. `--any-rows` leaves
+the products as they are.
 
 Belongs to the commit that tests answers of vLLM for the same bits.
 """

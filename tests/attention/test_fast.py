@@ -52,7 +52,7 @@ def test_loud_channels(isa, rng, name, whose):
 
 
 def test_a_loud_channel_leaves_bits_to_the_others(isa, rng):
-    """With many queries as with few, whose rows and codes are rounded in other ways. Queries are small where keys are large."""
+    """With many queries as with few. Queries are small where keys are large."""
     for loud in (3, 20, 80):
         k, v = rng.standard_normal((2, 1000, 2, 128)).astype(np.float32)
         q = rng.standard_normal((64, 8, 128)).astype(np.float32)
@@ -67,8 +67,7 @@ def test_a_loud_channel_leaves_bits_to_the_others(isa, rng):
 
 @parametrize("name", list(CODED), ["int8", "int4", "k8v4"])
 def test_many_small_weights_beside_a_large_one(isa, rng, name):
-    """Each is less than a step of 7 bits. Their sum is right: what the rounding of one leaves out goes to the next, or some of them are
-    rounded up."""
+    """Each is less than a step of 7 bits. Their sum is right: what the rounding of one leaves out goes to the next."""
     dim = 32
     for below in (3, 5, 6.5, 9):
         k, v = rng.standard_normal((2, 1000, 1, dim)).astype(np.float32) * 0.02

@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 49_430,
-    "kvfast/attention": 4_120,
+    "kvfast": 49_480,
+    "kvfast/attention": 4_165,
     "kvfast/caches": 3_170,
-    "kvfast/codec": 2_590,
+    "kvfast/codec": 2_615,
     "kvfast/compression": 1_970,
     "kvfast/core": 2_920,
     "kvfast/engines": 7_360,
@@ -27,10 +27,10 @@ MOST = {
     "kvfast/planning": 1_890,
     "kvfast/prompts": 2_860,
     "kvfast/simd": 8_230,
-    "kvfast/storage": 6_140,
+    "kvfast/storage": 6_110,
     "kvfast/tools": 4_740,
-    "tests": 43_160,
-    "docs": 3_360,
+    "tests": 43_210,
+    "docs": 3_370,
 }
 MOST_OF_A_GUIDE = 100
 

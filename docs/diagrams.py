@@ -71,8 +71,8 @@ def _name(room):
 
 LIFE = (
     ("float row", "append writes the token\nas float16, in pieces of 16", "appended"),
-    ("open block", "attention reads float rows\nuntil the block is full and\n16 tokens follow it", "read as float16"),
-    ("sealed block", "advance encodes the block:\nchannel scales from its tokens,\nfloat rows go back", "read as INT4 codes"),
+    ("open block", "append encodes the block when\nit is full: channel scales from\nits float rows, which stay", "read as float16"),
+    ("sealed block", "16 counted tokens follow it:\nadvance gives its float rows\nback", "read as INT4 codes"),
     ("shared block", "fork, snapshot and prefix\nuse it as it is; it never\nchanges again", "one more owner"),
 )
 BACK = (

@@ -13,11 +13,12 @@ from kvfast.core.limits cimport KV_TASK_ROWS
 cdef Py_ssize_t floats_from(const kv_layout *layout, const kv_context *context, Py_ssize_t position) noexcept nogil:
     """First position that a query reads from float rows, apart from the start of the sequence. Where tokens have both
     codes and float rows, the query's own position decides."""
-    cdef Py_ssize_t codes
+    cdef Py_ssize_t end = min(position - layout.open_tokens, context.length)  # a segment may end before the query
     if not layout.seals:
         return context.length
-    codes = (position - layout.open_tokens) >> layout.block_shift << layout.block_shift if position > layout.open_tokens else 0
-    return max(context.floats_begin, min(codes, context.codes_end))
+    if layout.floats_of_steps:
+        end = min(end, context.counted)
+    return max(context.floats_begin, end >> layout.block_shift << layout.block_shift if end > 0 else 0)
 
 
 cdef Py_ssize_t _next_patch(const kv_layout *layout, const kv_context *context, Py_ssize_t position, Py_ssize_t end,

@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from kvfast.attention.request cimport kv_request
 from kvfast.codec.blocks cimport kv_context, kv_layout, kv_slab
 from kvfast.core.interrupt cimport kv_watch
-from kvfast.core.kernels cimport (kv_kernels, kv_room, kv_rope_scratch, kv_score_options, kv_scratch, kv_side, kv_transform,
+from kvfast.core.kernels cimport (kv_kernels, kv_panel, kv_room, kv_rope_scratch, kv_score_options, kv_scratch, kv_side, kv_transform,
                                   kv_wide_scratch)
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
 
@@ -66,6 +66,7 @@ cdef extern from "attention/walk/walk.h" nogil:
         void *own                  # a kv_own
 
     int kv_num_blocks(const kv_task *task)
+    void kv_pass_rows(const kv_task *task, kv_panel *panel, bint back)
     Py_ssize_t kv_query_of(const kv_call *call, const kv_item *item, Py_ssize_t row)
     Py_ssize_t kv_split_begin(const kv_item *item, Py_ssize_t split)
     Py_ssize_t kv_split_at(const kv_item *item, Py_ssize_t position)

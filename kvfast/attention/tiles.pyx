@@ -9,7 +9,8 @@ from libc.stdint cimport int32_t, uint16_t
 from libc.string cimport memset
 
 from kvfast.attention.cuts cimport token_bytes
-from kvfast.attention.tasks cimport given_of, keys_of, kv_given, kv_num_blocks, kv_own, kv_query, kv_touch, kv_traffic, own_of
+from kvfast.attention.tasks cimport (given_of, keys_of, kv_given, kv_num_blocks, kv_own, kv_pass_rows, kv_query, kv_touch, kv_traffic,
+                                     own_of)
 from kvfast.codec.blocks cimport (KV_TO_QUERIES, block_of, change_key_basis, k_block_at, k_offset_of, kv_context, kv_layout, piece_of,
                                   v_block_at, v_offset_of, values_of)
 from kvfast.core.arrays cimport kv_rows
@@ -167,6 +168,8 @@ cdef void attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *
         _count(task, range_)
     elif task.wide == NULL:
         _attend_tiles(task, range_, starts, stops, following)
+    elif range_.layout == given_of(task).layout.floats and not given_of(task).layout.floats_of_steps:
+        _attend_beside_panels(task, range_, starts, stops)
     else:
         _attend_panels(task, range_, starts, stops)
 
@@ -221,6 +224,31 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
                 &task.wide.operands, panels, panels_used)
         now = 1 - now
         t = next_t
+
+
+cdef void _attend_beside_panels(kv_task *task, const kv_range *range_, const Py_ssize_t *starts,
+                                const Py_ssize_t *stops) noexcept nogil:
+    """Read float rows next to codes for the rows of panels, with vectors. Panels would round them otherwise, and a query's result would
+    depend on the number of queries."""
+    cdef kv_task part = task[0]
+    cdef kv_range seen = range_[0]
+    cdef kv_panel *panel = task.wide.panels
+    cdef const kv_side *k = &range_.layout.k
+    cdef int _, r
+    part.wide = NULL
+    for _ in range(kv_num_blocks(task)):
+        seen.begin, seen.end = range_.end, range_.begin
+        for r in range(panel.rows):
+            if starts[r] < stops[r]:
+                seen.begin, seen.end = min(seen.begin, starts[r]), max(seen.end, stops[r])
+        seen.begin, seen.end = max(seen.begin // seen.tile * seen.tile, range_.begin), min(seen.end, range_.end)
+        if seen.begin < seen.end:
+            part.rows, part.options, own_of(task).prepared = panel.rows, panel.options, k
+            task.kernels.prepare[k.dtype](k, panel.queries, panel.rows, given_of(task).request.options.scale, &task.narrow.queries)
+            kv_pass_rows(task, panel, False)
+            _attend_tiles(&part, &seen, starts, stops, NULL)
+            kv_pass_rows(task, panel, True)
+        panel, starts, stops = panel + 1, starts + KV_ROWS, stops + KV_ROWS
 
 
 cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,

@@ -25,7 +25,7 @@ class KVCache(SequenceCache):
         come, for all tokens of an append until its `advance`. Without it the cache grows by blocks and never copies what it holds.
     dtype : str, dtype or KVFormat, or a list of them with one per layer
         Storage format: a name in `kvfast.PRESETS` (``"int4"``, ``"k4v3"``, ``"int3"``, ``"k8v4"``, ``"int8"``, ``"k8v4-recent"``,
-        ``"int8-recent"``, or ``"int8-plain"`` and ``"int4-plain"``, which have only a scale per token per KV head),
+        ``"int8-recent"``, ``"int4-recent"``, or ``"int8-plain"`` and ``"int4-plain"``, which have only a scale per token per KV head),
         ``"float32"``, ``"float16"`` or ``"bfloat16"``, two plain dtypes for keys and values (``"int8/int4"``), or a `KVFormat`.
     k_dtype, v_dtype : optional
         Plain dtypes for keys and for values. If only one is given, the other side is plain `dtype`.
@@ -49,8 +49,8 @@ class KVCache(SequenceCache):
     shape, TypeError for a wrong type, IndexError for a layer that is not there, NonFiniteInputError for NaN and infinity, and
     ValueError for a value out of range. MemoryError says that memory cannot be allocated.
 
-    A format that seals blocks, such as ``"int4"`` (see `KVFormat`), keeps tokens as float16 until they are advanced and their
-    block is full. Queries still read the float16 rows until 16 further tokens follow the block. If `truncate` goes back further
+    A format that seals blocks, such as ``"int4"`` (see `KVFormat`), encodes a block when it is full. Queries
+    read its tokens as float16 until 16 further tokens follow the block. If `truncate` goes back further
     than that, the block's remaining tokens have only their codes, and keep these codes. New tokens in that block stay float16 if
     its scales do not fit them.
 

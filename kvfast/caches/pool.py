@@ -107,8 +107,8 @@ class Pool(StorageProperties):
         A format that seals blocks (`int4`, `k4v3`, `int3`, ``-recent``) reads the newest tokens of a text as floats, and a found block
         as codes. So the same request answered a second time, by found blocks, may differ in a few bits. `as_computed` avoids that for
         the price of one block of tokens more to compute, and of as many as the format reads as floats (for `int4` 64 and 16 tokens at
-        most), and only where the prompt ends that soon after the found blocks. The queries of the prompt itself still read found
-        tokens as codes, where a prompt that is computed in one call reads floats: to have these bits, too, use a format that does not
+        most), and only where the prompt ends that soon after the found blocks. The queries of the prompt itself still read the found
+        tokens before them as codes, where a prompt that is computed reads floats: to have these bits, too, use a format that does not
         seal blocks (`int8`, `k8v4`), or do not search.
         """
         token_ids, salt = checked_token_ids(token_ids), checked_salt(salt)
@@ -227,29 +227,28 @@ class Pool(StorageProperties):
         ------
         DimensionMismatchError, ValueError
             As the calls that take the arrays. With float rows also for tables with tokens that were not written, and for slots in
-            a sealed block that do not begin it anew.
+            a full block of codes alone that do not begin it anew.
 
         Notes
         -----
-        In a pool with float rows every step of the scheduler needs a batch, which seals the blocks that have become full, and
-        gives new tokens their float rows. A sequence keeps its newest float rows while it is left out of steps and while others
+        In a pool with float rows every step of the scheduler needs a batch, which gives new tokens their float rows. A sequence keeps its newest float rows while it is left out of steps and while others
         share its blocks and run ahead, so that it has the bits of a `Sequence` whenever it goes on. Nobody says that it has ended,
         so its float rows stay until its blocks are written from their first token again: at worst, where all texts are short,
         those of every token of the pool. `max_num_seqs` bounds them: of sequences beyond that number, those left out for longest
         keep codes alone, and go on from these. A sequence that starts with known blocks reads codes, unless a
-        running sequence still needs their float rows.
+        running sequence of an earlier step still needs their float rows.
         """
         most = self.num_blocks if max_num_seqs is None else check_size(max_num_seqs, "max_num_seqs", 1)
         return self._batches.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping, most)
 
-    def seal_blocks(self, block_ids: ArrayLike) -> NDArray[np.bool_]:
-        """Let full blocks of another scheduler hold all of their tokens, before it copies their bytes elsewhere.
+    def are_coded(self, block_ids: ArrayLike) -> NDArray[np.bool_]:
+        """Whether blocks of another scheduler hold all of their tokens, so that their bytes can be copied elsewhere.
 
-        A format that seals blocks keeps tokens as floats at first, outside of the blocks. Other formats have nothing to do. `block_ids`
-        are integers of shape (num_blocks,). The result, bool of this shape, is whether a block holds all of its tokens. Not so if it is
-        not full, or if it was written again from its middle on with tokens that do not fit its scales.
+        A format that seals blocks keeps tokens as floats at first, outside of the blocks. `block_ids` are integers of shape
+        (num_blocks,). The result, bool of this shape, is False for a block that is not full, or that was written again from its
+        middle on with tokens that do not fit its scales. Blocks of other formats always hold their tokens.
         """
-        return self._batches.seal_blocks(block_ids)
+        return self._batches.are_coded(block_ids)
 
     def first_float_rows(self, block_id: int) -> NDArray[np.uint8]:
         """The floats that a sequence of another scheduler keeps of its first tokens; see `num_first_float_tokens` of `KVFormat`.

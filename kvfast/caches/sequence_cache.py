@@ -266,7 +266,7 @@ class SequenceCache(StorageProperties):
         """Keys of a layer, including tokens that are not yet advanced. In a spliced cache they are rotated for their positions there.
 
         These are the keys that `attend` reads. Tokens with float rows, such as the newest of a format that seals blocks, give
-        their floats; all other tokens give decoded codes. Until `advance` seals their block, all of its tokens give float16; of the
+        their floats; all other tokens give decoded codes. Until `advance` releases its float rows, a token gives float16; of the
         queries before that `advance`, later ones may read it as codes already.
 
         Returns
@@ -437,7 +437,7 @@ class SequenceCache(StorageProperties):
             Also keep these of the later tokens, whether they were counted or not: rising numbers, 0 for the token at position
             `n`, as in the `tree_parents` of `attend`. They follow directly on the first `n` tokens, and no bit of them changes. So
             one call keeps the right branch of a tree of drafts. Call it before `advance`: tokens that were not counted before
-            are not counted afterwards, either, and no block of them is sealed yet.
+            are not counted afterwards, either, and all of them have their float rows.
 
         Raises
         ------
@@ -446,7 +446,7 @@ class SequenceCache(StorageProperties):
             error is the last position before with one.
         ValueError
             For an `n` beyond the complete tokens, if a ring has dropped tokens that it would need, for numbers that do not rise, or
-            beyond the tokens of a layer. Where tokens would have to move that cannot: into a sealed block, to the first tokens that a
+            beyond the tokens of a layer. Where tokens would have to move that cannot: into a block that was counted as full, to the first tokens that a
             format keeps as floats, in a spliced cache, or in a ring with a `rope`. The message says what to do instead, and the cache
             stays as it was.
         CacheFullError

@@ -52,6 +52,7 @@ ctypedef struct kv_layout:
     bint latent                # rows are keys and values at once, on the K side; their rotary part is on the V side
     bint seals                 # blocks are sealed: encoded when they are full
     Py_ssize_t open_tokens     # with `seals`: tokens that follow a block before it is read as codes
+    bint floats_of_steps       # with `seals`: queries read all tokens of their step as float rows
     int rule                   # number of `open_tokens` among the `rules` of a pool; -1 without `seals`
     int float_tokens
     const kv_layout *floats    # NULL: no token of this layer has float rows
@@ -71,8 +72,8 @@ ctypedef struct kv_context:
     Py_ssize_t length          # tokens
     Py_ssize_t sink_blocks
     Py_ssize_t skipped
-    Py_ssize_t floats_begin    # for a layout that seals: tokens below have codes alone, tokens from here on float rows
-    Py_ssize_t codes_end       # tokens below have codes; those from `floats_begin` to here have both
+    Py_ssize_t floats_begin    # for a layout that seals: tokens below have codes alone, tokens from here on float rows, too
+    Py_ssize_t counted         # tokens before those of the step
 
 
 cdef inline Py_ssize_t k_offset_of(const kv_layout *layout, int32_t block, Py_ssize_t head) noexcept nogil:

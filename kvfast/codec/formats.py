@@ -52,10 +52,13 @@ class KVFormat:
         Number of first tokens of a sequence, up to 16, whose integer sides always stay float16. These tokens receive much
         attention, whatever their content (StreamingLLM, arXiv 2309.17453).
     num_recent_float_tokens : int
-        Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a block is read as codes
+        Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a query reads a block as codes
         once it is full and this number of tokens follow it. So at most `block_size` - 1 further tokens are float16. With
         `centring` or `per_channel` the number is at least 16. After a rollback of at most this many counted tokens, later blocks
         get the same codes. Sink tokens are read as codes once blocks between them and the window are gone.
+    recent_by_query : bool
+        Each query counts the newest tokens back from its own position, so that no bit depends on where a prompt is cut into steps.
+        Without it, queries also read all tokens of their own step as float16: prompts in long steps lose less.
     clip_search : bool
         Choose each token's INT4 scale for the least squared error, even if that clips the largest elements. Writing takes
         longer; reading does not.
@@ -78,7 +81,7 @@ class KVFormat:
     --------
     >>> import kvfast
     >>> kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian")
-    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block_size=None, num_first_float_tokens=0, num_recent_float_tokens=0, clip_search=False, calibration=None)
+    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block_size=None, num_first_float_tokens=0, num_recent_float_tokens=0, recent_by_query=False, clip_search=False, calibration=None)
     >>> str(kvfast.KVFormat("int8/int4"))
     'int8/int4'
     """
@@ -91,6 +94,7 @@ class KVFormat:
     block_size: int | None = None
     num_first_float_tokens: int = 0
     num_recent_float_tokens: int = 0
+    recent_by_query: bool = False
     clip_search: bool = False
     calibration: Calibration | LayerCalibration | None = None
 
@@ -102,7 +106,7 @@ class KVFormat:
         object.__setattr__(self, "dtype", k if k == v else f"{k}/{v}")
         check_choice(self.rotation, "rotation", ("", "k", "v", "kv"), '"", "k", "v" or "kv"')
         check_choice(self.codebook, "codebook", CODEBOOKS, '"uniform" or "gaussian"')
-        for name in ("centring", "per_channel", "clip_search"):
+        for name in ("centring", "per_channel", "recent_by_query", "clip_search"):
             object.__setattr__(self, name, check_flag(getattr(self, name), name))
         check_size(self.num_first_float_tokens, "num_first_float_tokens", 0, MAX_FLOAT_TOKENS)
         if check_size(self.num_recent_float_tokens, "num_recent_float_tokens", 0, MAX_RECENT_TOKENS) % PIECE:
@@ -153,6 +157,8 @@ class KVFormat:
                 object.__setattr__(self, "block_size", 64)
             if self.block_size not in _SEALED_SIZES:
                 raise ValueError(f"block_size must be {one_of(_SEALED_SIZES)} tokens, got {shown(self.block_size)}")
+        elif self.recent_by_query:
+            raise ValueError("recent_by_query is for formats with num_recent_float_tokens, centring or per_channel")
         elif self.block_size is not None:
             raise ValueError("block_size is for centring, per_channel and num_recent_float_tokens, which this format does not have")
 
@@ -175,6 +181,11 @@ class KVFormat:
     def open_tokens(self) -> int:
         """Tokens that follow a sealed block before it is read as codes; 0 if no blocks are sealed."""
         return max(self.num_recent_float_tokens, OPEN_TOKENS) if self.seals else 0
+
+    @property
+    def floats_of_steps(self) -> bool:
+        """Whether queries read all tokens of their step as floats."""
+        return self.seals and not self.recent_by_query
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from ``KVFormat()``, and `dtype`, for JSON; of a calibration its digest."""
@@ -229,7 +240,9 @@ PRESETS = {
     "k8v4": KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True),
     "int4": KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4),
     "k4v3": KVFormat("int4/int3", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4),
-    "int8-recent": KVFormat("int8", rotation="kv", centring=True, num_first_float_tokens=4, num_recent_float_tokens=16),
+    "int8-recent": KVFormat(
+        "int8", rotation="kv", centring=True, num_first_float_tokens=4, num_recent_float_tokens=16, recent_by_query=True
+    ),
     "k8v4-recent": KVFormat(
         "int8/int4",
         rotation="kv",
@@ -237,7 +250,17 @@ PRESETS = {
         centring=True,
         num_first_float_tokens=4,
         num_recent_float_tokens=16,
+        recent_by_query=True,
         clip_search=True,
+    ),
+    "int4-recent": KVFormat(
+        "int4",
+        rotation="v",
+        codebook="gaussian",
+        per_channel=True,
+        num_first_float_tokens=4,
+        num_recent_float_tokens=96,
+        recent_by_query=True,
     ),
     "int3": KVFormat("int3", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4, num_recent_float_tokens=96),
     "int2": KVFormat("int2", rotation="kv", codebook="gaussian", num_first_float_tokens=4, num_recent_float_tokens=96),

@@ -5,4 +5,4 @@ from kvfast.codec.blocks cimport kv_layout
 
 
 cdef int seal_blocks(const kv_layout *layouts, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
-                     bint at_start, uint8_t *unfit, const int16_t *written, int rule) except -1
+                     Py_ssize_t num_starts, uint8_t *unfit, const int16_t *written, int rule) except -1

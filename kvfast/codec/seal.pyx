@@ -22,7 +22,7 @@ ctypedef struct kv_seal:
     const kv_layout *layouts
     Py_ssize_t num_layers
     const int32_t *blocks
-    bint at_start              # the first block is the first of its sequence
+    Py_ssize_t num_starts      # number of first blocks that are the first of their sequences
     const int16_t *written     # or NULL
     int rule
     uint8_t *unfit             # (blocks, layers)
@@ -32,10 +32,10 @@ ctypedef struct kv_seal:
 
 
 cdef int seal_blocks(const kv_layout *layouts, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
-                     bint at_start, uint8_t *unfit, const int16_t *written, int rule) except -1:
-    """Seal blocks whose tokens all have float rows. With `at_start` the first block is the first of its sequence. If `written` is
-    not NULL, only the first written[b] tokens of block b, at least one, need them: the codes of the others must not be read. Only
-    layers with this `rule` seal, or all with -1.
+                     Py_ssize_t num_starts, uint8_t *unfit, const int16_t *written, int rule) except -1:
+    """Seal blocks whose tokens all have float rows. The first `num_starts` are the first of their sequences. If `written` is not
+    NULL, only the first written[b] tokens of block b, at least one, need them: the codes of the others must not be read. Only layers
+    with this `rule` seal, or all with -1.
 
     In each layer, the first abs(kept_codes[b]) tokens of block b keep their codes, and the block keeps its statistics. unfit[i, l]
     is set if the other tokens of the i-th block do not fit these statistics in layer l; their codes must not be read then.
@@ -46,7 +46,7 @@ cdef int seal_blocks(const kv_layout *layouts, Py_ssize_t num_layers, const int3
     cdef kv_seal call
     cdef int i
     gather(&team, None, <double>tasks * elements * 8)
-    call.kernels, call.layouts, call.num_layers, call.blocks, call.at_start = active(), layouts, num_layers, blocks, at_start
+    call.kernels, call.layouts, call.num_layers, call.blocks, call.num_starts = active(), layouts, num_layers, blocks, num_starts
     call.unfit, call.elements, call.written, call.rule = unfit, elements, written, rule
     nbytes = team.threads * elements * sizeof(float)
     call.rows, call.rooms = <float *>malloc(nbytes), <void **>malloc(team.threads * sizeof(void *))
@@ -73,7 +73,7 @@ cdef int _seal(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noex
     cdef Py_ssize_t heads = call.layouts.num_kv_heads, head = index % heads, i = index // heads // call.num_layers
     cdef const kv_layout *layout = call.layouts + index // heads % call.num_layers
     cdef int32_t block = call.blocks[i]
-    cdef bint at_start = call.at_start and i == 0
+    cdef bint at_start = i < call.num_starts
     cdef Py_ssize_t v_dim = layout.v.head_dim
     cdef int size = layout.k.block_size, good
     cdef Py_ssize_t last = size - 1 if call.written == NULL else call.written[block] - 1

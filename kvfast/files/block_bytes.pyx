@@ -34,7 +34,7 @@ cdef Py_ssize_t num_full_blocks(BlockTable table) noexcept:
 
 cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) except -1:
     """Number of blocks after the full ones in which the layer has codes."""
-    cdef Py_ssize_t slots = table.life.slots_with_codes(layer, table.length, table.longest())
+    cdef Py_ssize_t slots = table.life.slots_with_codes(layer)
     return (slots + table.pool.block_size - 1) // table.pool.block_size - num_full_blocks(table)
 
 
@@ -78,9 +78,9 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     if layout.floats == NULL:
         return result
     cdef Py_ssize_t floats_begin = table.life.begins[layer]
-    begin = {index: index * size + kept_codes for index, kept_codes in table.life.patches(layer, table.length, longest)
+    begin = {index: index * size + kept_codes for index, kept_codes in table.life.patches(layer)
              if index * size < floats_begin}
-    for position in table.pieces():
+    for position in table.life.pieces():
         for head in range(floats.pieces.num_kv_heads):
             piece = floats.pieces.bytes_of_head(layer, floats.float_of[table.map.slot(position) // KV_PIECE], 1, head, values)[0]
             if copies:
@@ -127,7 +127,7 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1
     table.open(count)
     table.set_resume_state(length, state)
     table.life.set_codes(table.life.saved_layers(state))
-    for position in table.pieces():
+    for position in table.life.pieces():
         slot = table.map.slot(position)
         pool.floats.add(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + KV_PIECE)
     return 0
@@ -152,7 +152,7 @@ def places(SequenceStorage storage, Py_ssize_t length, list states):
         blocks = num_full_blocks(table), _tail_blocks(table, layer)
         pieces, k_bytes, v_bytes = 0, 0, 0
         if layout.floats != NULL:
-            pieces, k_bytes, v_bytes = len(table.pieces()), layout.floats.k.bytes, layout.floats.v.bytes
+            pieces, k_bytes, v_bytes = len(table.life.pieces()), layout.floats.k.bytes, layout.floats.v.bytes
         result.append(((*blocks, layout.k.bytes, pieces, k_bytes), (*blocks, layout.v.bytes, pieces, v_bytes)))
     return result
 

@@ -143,6 +143,7 @@ FORMAT = fields(
     block_size_=Kind("a block size", lambda value: type(value) is int and value in BLOCK_SIZES),
     num_first_float_tokens_=integer(0, MAX_FLOAT_TOKENS),
     num_recent_float_tokens_=integer(0, MAX_RECENT_TOKENS),
+    recent_by_query_=TRUE,
     calibration_=text("[0-9a-f]{32}", "32 hexadecimal digits"),
 )
 _DTYPE = {"num_layers": LAYERS, "dtype": list_of(FORMAT, 1), "has_states_": TRUE}

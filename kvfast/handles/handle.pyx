@@ -145,9 +145,9 @@ cdef class Handle:
 
 
 cdef bint next_slots(BlockTable table, Py_ssize_t layer, Py_ssize_t n, int64_t *slots) noexcept nogil:
-    """The slots of a sequence's next tokens; False if Python must make some of them writable first."""
+    """The slots of a sequence's next tokens; False if Python must make some of them writable first, or seal their blocks."""
     cdef Py_ssize_t first = table.lengths[layer], i
-    if n and not table.is_writable(layer, first, first + n):
+    if n and not table.is_writable(layer, first, first + n) or table.life.fills(layer, first, first + n):
         return False
     for i in range(n):
         slots[i] = table.map.slot(first + i)

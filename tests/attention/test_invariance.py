@@ -20,7 +20,7 @@ BEST = WAYS[:3]
 
 def holds(way, dtype):
     fmt = kvfast.KVFormat.of(STORAGE[dtype])
-    has_floats = "float" in f"{fmt.k_dtype} {fmt.v_dtype}" or fmt.seals or fmt.num_first_float_tokens
+    has_floats = "float" in f"{fmt.k_dtype} {fmt.v_dtype}" or fmt.floats_of_steps
     return way[0] not in EXACT if way[1] == "invariant" else way[0] in EXACT or not has_floats
 
 
@@ -93,6 +93,41 @@ def test_a_prompt_cut_at_random_places(attend, dtype):
         for end, begin in itertools.pairwise(cuts[::-1]):
             copy.truncate(first + end)
             assert same(attend(copy, q[begin:end], **options), whole, slice(begin, end)), (cuts, options)
+
+
+@ways(WAYS, [name for name, dtype in FORMATS.items() if not kvfast.KVFormat.of(dtype).floats_of_steps])
+def test_a_prompt_in_steps_of_any_size(way, dtype):
+    """Each query reads its own newest tokens as floats, wherever a step ends: in a cache, a pool's sequences, and another scheduler's
+    blocks."""
+    fmt, first, rng = kvfast.KVFormat.of(STORAGE[dtype]), 300, np.random.default_rng()
+    k, v = np.random.default_rng(5).standard_normal((2, 1100, HEADS, DIM)).astype(np.float32)
+    q, outs = queries(len(k)), []
+    cuts = sorted(rng.choice(np.arange(first + 1, len(k)), 5, replace=False).tolist())
+    with kvfast.use_isa(way[0]):
+        for steps in ([0, first, len(k)], [0, first, *cuts, len(k)]):
+            cache = kvfast.KVCache(1, HEADS, DIM, dtype=fmt)
+            pool, blocks = (kvfast.PagedKVCache(1, HEADS, DIM, 40, fmt.block_size or 32, fmt) for _ in "ab")
+            pool.precision = blocks.precision = way[1]
+            sequence, size, parts = pool.new_sequence(), blocks.block_size, []
+            table = np.random.default_rng(1).permutation(40)[None, : -(-len(k) // size)]
+            slots = (table[0, :, None] * size + np.arange(size)).reshape(-1)
+            for begin, end in itertools.pairwise(steps):
+                rows = slice(begin, end)
+                cache.append(0, k[rows], v[rows])
+                sequence.append(0, k[rows], v[rows])
+                batch = blocks.prepare_batch(table, [end], [0, end - begin], slots[rows])
+                blocks.append_batch(0, k[rows], v[rows], batch)
+                parts.append(
+                    (
+                        cache.attend(0, q[rows], precision=way[1]),
+                        pool.attend_batch(0, q[rows], [sequence], cu_seqlens_q=[0, end - begin]),
+                        blocks.attend_batch(0, q[rows], batch),
+                    )
+                )
+                cache.advance(end - begin)
+                sequence.advance(end - begin)
+            outs += [np.concatenate(part)[first:] for part in zip(*parts, strict=True)]
+    assert all(np.array_equal(out, outs[0]) for out in outs), cuts
 
 
 @ways(BEST, ["float32", "float16", "int8", "int4-plain", "int4"])

@@ -456,5 +456,5 @@ def test_sequences_of_an_iterator():
 
 def test_no_blocks():
     pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=4)
-    assert pool.seal_blocks([]).shape == (0,)
+    assert pool.are_coded([]).shape == (0,)
     pool.take_blocks(())

@@ -83,7 +83,7 @@ class Scheduler:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_prefixes_are_shared(rng, name):
-    """By a request of the same step, which sees the float rows; and later, as codes."""
+    """By a request of the same step, as by later ones: as codes."""
     scheduler = Scheduler(FORMATS[name], rng)
     size, [first] = scheduler.size, [rows(rng, 3 * scheduler.size + 5)]
     one, other = scheduler.new(), scheduler.new()
@@ -91,6 +91,9 @@ def test_prefixes_are_shared(rng, name):
     other.blocks, other.length = one.blocks[:2], 2 * size
     for layer in range(LAYERS):
         other.cache.append(layer, *first[layer][:, : 2 * size])
+        other.cache.append(layer, *rows(rng, 300)[layer])
+    other.cache.advance(2 * size + 300)
+    other.cache.truncate(2 * size)  # all of which have codes alone now
     tables, slots = scheduler.tables([one, other], [first.shape[2], 7])
     batch = scheduler.pool.prepare_batch(**tables, slot_mapping=slots)
     tail, q = rows(rng, 7), rng.standard_normal((first.shape[2] + 7, HEADS, DIM)).astype(np.float32)
@@ -268,7 +271,7 @@ def test_blocks_come_from_another_pool(isa, rng, name):
     size, one, before = scheduler.size, scheduler.new(), other.new()
     scheduler.step([one], [3 * size + 5])
     other.step([before], [3 * size + 20])
-    assert scheduler.pool.seal_blocks(one.blocks).tolist() == [True, True, True, False]
+    assert scheduler.pool.are_coded(one.blocks).tolist() == [True, True, True, False]
     floats = scheduler.pool.first_float_rows(one.blocks[0])
     assert floats.shape == (scheduler.pool.first_float_rows_nbytes,)
     other.release(before)
@@ -296,7 +299,7 @@ def test_unknown_blocks_have_no_float_rows(rng):
     for block in (request.blocks[1], scheduler.free[0]):
         with pytest.raises(ValueError, match="must be the first of a sequence"):
             pool.first_float_rows(block)
-    for call in (pool.seal_blocks, pool.take_blocks):
+    for call in (pool.are_coded, pool.take_blocks):
         for blocks in ([24], [0, -1]):
             with pytest.raises(ValueError, match="block_ids must be between 0 and 23"):
                 call(blocks)
@@ -304,7 +307,7 @@ def test_unknown_blocks_have_no_float_rows(rng):
         pool.take_blocks([scheduler.free[0]], floats[1:])
     scheduler.step([request], [60])  # nothing has changed
     plain = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 4, dtype="int8")
-    assert plain.seal_blocks([0, 1]).all() and plain.first_float_rows(0).shape == (plain.first_float_rows_nbytes,) == (0,)
+    assert plain.are_coded([0, 1]).all() and plain.first_float_rows(0).shape == (plain.first_float_rows_nbytes,) == (0,)
     plain.take_blocks([0, 1])
     own = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 4)
     sequence = own.new_sequence()
@@ -332,7 +335,7 @@ def test_scheduler_errors_are_refused(rng):
     gap = tables | {"seq_lens": tables["seq_lens"] + 5}
     refused(scheduler, "were written before it", gap, slots + 5)
     sealed = tables | {"seq_lens": np.array([64], np.int32)}
-    refused(scheduler, "has been sealed", sealed, np.array([request.blocks[0] * 64 + 63]))
+    refused(scheduler, "have codes alone", sealed, np.array([request.blocks[0] * 64 + 63]))
     unwritten = {
         "block_table": np.array([[other_block := scheduler.free[0], scheduler.free[1]]], np.int32),
         "seq_lens": np.array([65], np.int32),

@@ -30,6 +30,7 @@ class TestKVFormat:
             ({"dtype": "int5/int8", "centring": True}, "centring is for int8 and int4 keys, got int5"),
             ({"dtype": "int8", "clip_search": True}, "clip_search is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "clip_search": True, "per_channel": True}, "clip_search is for int4"),
+            ({"dtype": "int4", "recent_by_query": True}, "recent_by_query is for formats with num_recent_float_tokens"),
             ({"dtype": "int4", "block_size": 64}, "block_size is for centring, per_channel and num_recent_float_tokens"),
             ({"dtype": "int4", "per_channel": True, "block_size": 16}, "block_size must be 32, 64, 128 or 256 tokens, got 16"),
             ({"dtype": "int8", "centring": True, "block_size": 100}, "block_size must be 32, 64, 128 or 256 tokens, got 100"),
@@ -73,7 +74,7 @@ class TestKVFormat:
 
     def test_presets(self):
         plain = {f"int{bits}-plain" for bits in (8, 4, 3, 2)}
-        assert set(PRESETS) == {"int8", "k8v4", "int4", "k4v3", "int3", "int2", "int8-recent", "k8v4-recent", *plain}
+        assert set(PRESETS) == {"int8", "k8v4", "int4", "k4v3", "int3", "int2", "int8-recent", "k8v4-recent", "int4-recent", *plain}
         for name, preset in PRESETS.items():
             assert str(preset) == name and KVFormat.of(name) is preset is KVFormat.of(preset)
         assert PRESETS["int4"].seals and PRESETS["int4"].block_size == 64 and not PRESETS["k8v4"].seals
@@ -203,6 +204,7 @@ ERRORS = {
     "recent, k8v4": (INT8, GAUSSIAN),
     "recent, packed": (INT3_EVEN, BFLOAT16),
     "recent, channels": (0.114, UNIFORM),
+    "channels, by query": (0.27, UNIFORM),
     "channels, int3": (0.26, INT3),
     "channels, int3, 32": (0.24, INT8),
     "channels, int3, 256": (0.34, GAUSSIAN),

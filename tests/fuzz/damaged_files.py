@@ -80,7 +80,7 @@ def exchanged(rng, value):
                 [
                     *("more", "sliding_window", "dtype", "rotary_dim", "rope_theta", "max_seq_len", "frequencies"),
                     *("floats_begin", "kept_codes", "rotation", "codebook", "centring", "per_channel", "block_size"),
-                    *("num_first_float_tokens", "num_recent_float_tokens", "clip_search"),
+                    *("num_first_float_tokens", "num_recent_float_tokens", "recent_by_query", "clip_search"),
                 ]
             )
         ] = rng.choice(VALUES)

@@ -190,6 +190,7 @@ RECIPES = {
     "block": none_or(32, 64),
     "num_first_float_tokens": small(0, 16),
     "num_recent_float_tokens": small(0, 16, 64),
+    "recent_by_query": small(True, False),
     "clip_search": small(True, False),
     "value": fmt,
     "formats": lambda c: [fmt(c), fmt(c)],

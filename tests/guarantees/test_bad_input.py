@@ -378,7 +378,7 @@ def test_a_mask_is_refused_wherever_an_array_is_due():
         "tree_parents": lambda: cache.attend(0, rows, tree_parents=masked([-1, 0])),
         r"spans\[0\]": lambda: slots.attend_batch(0, rows[:1], **layout, spans=[masked([[0, 2]])]),
         "block_table": lambda: slots.prepare_batch([masked([0, 1])], [3]),
-        "block_ids": lambda: slots.seal_blocks(masked([0])),
+        "block_ids": lambda: slots.are_coded(masked([0])),
         "first_float_rows": lambda: slots.take_blocks([0], masked(np.zeros(0, np.uint8))),
         "state 'a'": lambda: cache.add_checkpoint({"a": masked([1.0, 2.0])}),
         "rows": lambda: kvfast.Calibration(masked(np.eye(4)[None, None]), np.eye(4)[None, None]),

@@ -113,17 +113,15 @@ def test_append(rng, kind, dtype):
     assert np.array_equal(cache.k(0), other.k(0)) and np.array_equal(cache.v(0), other.v(0))
 
 
-def test_advance_over_a_long_prompt(rng):
-    """Blocks that are encoded as a whole are so when they are advanced: all, or none."""
+def test_sealing_a_long_prompt(rng):
+    """Blocks that are encoded as a whole are so when they are full: all, or none. Then no token is appended."""
     cache, other = (kvfast.KVCache(1, HEADS, DIM, dtype="int4") for _ in range(2))
     tokens = rng.standard_normal((2, 1 << 14, HEADS, DIM), np.float32)
-    for one in (cache, other):
-        one.append(0, *tokens)
-    assert ctrl_c(lambda: cache.advance(1 << 14), 0.01) < 1
-    assert len(cache) == 0 and cache.layer_length(0) == 1 << 14
+    assert ctrl_c(lambda: cache.append(0, *tokens), 0.03) < 1
+    assert cache.layer_length(0) == 0
     with kvfast.use_isa(kvfast.available_isas()[0]):
         for one in (cache, other):
-            one.advance(1 << 14)
+            filled(one, *tokens)
         assert cache.snapshot() == other.snapshot()
 
 

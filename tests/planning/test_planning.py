@@ -113,6 +113,7 @@ def test_latent_rows_are_those_of_their_cache():
         "int2",
         "int8-recent",
         "k8v4-recent",
+        "int4-recent",
     }  # without floats
     for one in planned.dtypes:
         cache = kvfast.MLAKVCache(2, 512, 64, 300, dtype=one.dtype)

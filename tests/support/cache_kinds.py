@@ -29,15 +29,24 @@ SEALING = {
         "int4/int3", per_channel=True, codebook="gaussian", block_size=32, num_first_float_tokens=2
     ),
     "means, float values": kvfast.KVFormat("int4/float32", centring=True, num_first_float_tokens=4),
-    "recent, int8": kvfast.KVFormat("int8", rotation="kv", num_recent_float_tokens=16, block_size=32),
+    "recent, int8": kvfast.KVFormat("int8", rotation="kv", num_recent_float_tokens=16, recent_by_query=True, block_size=32),
     "recent, k8v4": kvfast.KVFormat(
-        "int8/int4", rotation="kv", codebook="gaussian", clip_search=True, num_recent_float_tokens=64, num_first_float_tokens=4
+        "int8/int4",
+        rotation="kv",
+        codebook="gaussian",
+        clip_search=True,
+        num_recent_float_tokens=64,
+        num_first_float_tokens=4,
+        recent_by_query=True,
     ),
     "recent, packed": kvfast.KVFormat("int3/bfloat16", num_recent_float_tokens=144, block_size=128),
     "channels, int3": kvfast.KVFormat.of("int3"),
     "channels, int3, 32": kvfast.KVFormat("int3/int8", per_channel=True, block_size=32, num_first_float_tokens=2),
     "channels, int3, 256": kvfast.KVFormat("int3/int4", per_channel=True, block_size=256, codebook="gaussian"),
-    "recent, channels": kvfast.KVFormat("int4", per_channel=True, num_recent_float_tokens=48, num_first_float_tokens=1),
+    "recent, channels": kvfast.KVFormat(
+        "int4", per_channel=True, num_recent_float_tokens=48, num_first_float_tokens=1, recent_by_query=True
+    ),
+    "channels, by query": kvfast.KVFormat("int3/int4", per_channel=True, rotation="v", recent_by_query=True),
 }
 UNSEALED = {
     "int8": kvfast.KVFormat.of("int8"),

@@ -58,16 +58,36 @@ static inline unsigned kv_rows_to_refine(const kv_task *task, int block)
     return marked;
 }
 
+/* Copies the sums of a panel's row to those of a row, or from them. */
+static inline void kv_copy_sums(const kv_task *task, kv_panel *panel, int r, float *sums, int back)
+{
+    for (ptrdiff_t i = 0; i < task->call->values->padded_dim; i += KV_LANES) {
+        float *lanes = panel->acc + i * KV_ROWS + r * KV_LANES;
+        memcpy(back ? lanes : sums + i, back ? sums + i : lanes, KV_LANES * sizeof *sums);
+    }
+}
+
+/* Lets vectors go on with the rows of a panel, in the block for a few rows; or with `back` the panel with them. */
+static inline void kv_pass_rows(const kv_task *task, kv_panel *panel, int back)
+{
+    kv_softmax *state = &task->narrow->softmax;
+    state->refined = 0, state->rest = NULL;
+    for (int r = 0; r < panel->rows; r++) {
+        if (back) panel->m[r] = state->m[r], panel->l[r] = state->l[r], panel->noise[r] = state->noise[r];
+        else state->m[r] = panel->m[r], state->l[r] = panel->l[r], state->noise[r] = panel->noise[r], state->rescale[r] = 1.0f;
+        kv_copy_sums(task, panel, r, task->narrow->acc + r * (ptrdiff_t)task->call->values->padded_dim, back);
+    }
+}
+
 /* The sums of a row, its maximum and the sum of its weights. */
 static inline float *kv_sums_of(const kv_task *task, int row, float *m, float *l)
 {
     const ptrdiff_t n = task->call->values->padded_dim, r = row % KV_ROWS;
     if (task->wide) {
-        const kv_panel *panel = task->wide->panels + row / KV_ROWS;
-        float *sums = task->wide->rows;
-        for (ptrdiff_t i = 0; i < n; i += KV_LANES) memcpy(sums + i, panel->acc + i * KV_ROWS + r * KV_LANES, KV_LANES * sizeof *sums);
+        kv_panel *panel = task->wide->panels + row / KV_ROWS;
+        kv_copy_sums(task, panel, (int)r, task->wide->rows, 0);
         *m = panel->m[r], *l = (float)panel->l[r];
-        return sums;
+        return task->wide->rows;
     }
     kv_scratch *block = task->narrow + row / KV_ROWS;
     *m = block->softmax.m[r], *l = (float)block->softmax.l[r];

@@ -251,10 +251,10 @@ cdef class PagedBatches:
             else:
                 self.pool.leave()
 
-    def seal_blocks(self, block_ids):
-        """See `SchedulerBlocks.seal_full`."""
+    def are_coded(self, block_ids):
+        """See `SchedulerBlocks.are_coded`."""
         blocks = self._checked_blocks(block_ids)
-        return np.ones(len(blocks), bool) if self.scheduler is None else self.scheduler.seal_full(blocks)
+        return np.ones(len(blocks), bool) if self.scheduler is None else self.scheduler.are_coded(blocks)
 
     def first_rows(self, block_id):
         """See `SchedulerBlocks.first_rows`."""
@@ -398,6 +398,11 @@ cdef class PagedBatches:
             write_rows(layout, keys, values, rotary, &slots[0], False, not foreign)
             if foreign:
                 self._become_external()
+            if foreign and self.scheduler is not None:
+                self.scheduler.seal(slot_mapping, layer)
+            for i in range(counts.shape[0]):
+                table = tables[i]
+                table.life.seal(layer, table.lengths[layer], table.lengths[layer] + counts[i])
             for i in range(counts.shape[0]):
                 table = tables[i]
                 table.lengths[layer] += counts[i]

@@ -14,7 +14,9 @@ cdef class PreparedBatch:
     cdef const int32_t[::1] used         # blocks that are read
     cdef object slots                    # int64 array, without repeats, or None
     cdef kv_prefixes *prefixes           # that sequences share, by the `rule` of a layer, -1 last; NULL if they were not looked for
-    cdef int32_t[:, ::1] floats_begin, codes_end  # (rules, num_sequences) as in kv_context
+    cdef int32_t[:, ::1] floats_begin  # (rules, num_sequences) as in kv_context
+    cdef list filled           # blocks that the step fills, whose tokens all have float rows; those that begin a sequence come first
+    cdef int num_starts        # number of these
     cdef Py_ssize_t step                 # of a pool that keeps float rows
 
     cdef int check(self, BlockPool pool) except -1

@@ -41,9 +41,9 @@ cdef class PreparedBatch:
             member = members + i
             member.context.table, member.context.length, member.length = &self.table[i, 0], self.lens[i], self.lens[i]
             member.first_query, member.num_queries = self.starts[i], self.starts[i + 1] - self.starts[i]
-            shareable = member.context.length - member.num_queries
+            shareable = member.context.counted = member.context.length - member.num_queries
             if rule >= 0:
-                member.context.floats_begin, member.context.codes_end = self.floats_begin[rule, i], self.codes_end[rule, i]
+                member.context.floats_begin = self.floats_begin[rule, i]
                 shareable = min(shareable, member.context.floats_begin)  # all queries see these as codes
             if member.num_queries <= MAX_SHARED_QUERIES:
                 member.shareable = shareable // self.pool.block_size
@@ -96,7 +96,7 @@ cdef class PreparedBatch:
         one.starts = np.array([0, one.num_tokens], np.int32)
         one.used = self.table[i, : (self.lens[i] + self.pool.block_size - 1) // self.pool.block_size]
         if self.pool.seals:
-            one.floats_begin, one.codes_end = (np.ascontiguousarray(of[:, i : i + 1]) for of in (self.floats_begin, self.codes_end))
+            one.floats_begin = np.ascontiguousarray(self.floats_begin[:, i : i + 1])
         return one
 
     def __copy__(self):
@@ -185,7 +185,7 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
                          f"{min([row.min() for row in read if row.size])} to {max([row.max() for row in read if row.size])}")
     self.table, self.lens, self.used = table, lens, used
     if pool.seals:
-        self.floats_begin, self.codes_end = np.zeros((2, len(pool.rules), lens.shape[0]), np.int32)
+        self.floats_begin = np.zeros((len(pool.rules), lens.shape[0]), np.int32)
     for i in range(lens.shape[0]):
         num_queries = starts[i + 1] - starts[i]
         if num_queries > lens[i]:

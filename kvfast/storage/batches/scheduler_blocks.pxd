@@ -22,21 +22,20 @@ cdef class SchedulerBlocks:
     cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1
     cdef int check(self, PreparedBatch batch) except -1
     cdef int forget(self) except -1
-    cdef object seal_full(self, list blocks)
+    cdef object are_coded(self, list blocks)
+    cdef int seal(self, PreparedBatch batch, Py_ssize_t layer) except -1
     cdef object first_rows(self, int32_t first)
     cdef int take(self, list blocks, first_rows) except -1
     cdef Py_ssize_t first_rows_nbytes(self) except -1
     cdef list _first_rows(self, int32_t block, bint copies)
     cdef list _writes_of(self, PreparedBatch batch)
     cdef int _check_read(self, PreparedBatch batch, dict ends) except -1
-    cdef int _seal_full(self, PreparedBatch batch, dict ends) except -1
     cdef int _seal(self, int rule, list full) except -1
     cdef uint8_t *_state_of(self, int rule) noexcept
     cdef bint _is_coded(self, int32_t block) noexcept
-    cdef bint _is_sealed(self, int32_t block) noexcept
     cdef int _begin_anew(self, list blocks) except -1
     cdef list _going_on(self, int rule, PreparedBatch batch)
     cdef int _forget_behind(self, int rule, set anew) except -1
     cdef int _hold(self, int rule, PreparedBatch batch, list before, Py_ssize_t max_num_seqs) except -1
     cdef int _let_go(self, int rule, list blocks, anew) except -1
-    cdef int _set_states(self, int rule, PreparedBatch batch, list going_on) except -1
+    cdef int _set_begins(self, int rule, PreparedBatch batch, list going_on) except -1

@@ -2,9 +2,9 @@
 """The blocks of a pool with float rows that another scheduler gives out.
 
 A scheduler's tables say which blocks a sequence has, and not which tokens of them have codes or float rows. The pool keeps it by
-block: a block begins anew when its first token is written, it is sealed once all of its tokens belong to a sequence that goes on
-after them, and it loses its float rows when no sequence reads them any more. So blocks may be freed, given to other sequences, shared
-by prefix, and written again from any token on while they are open.
+block: a block begins anew when its first token is written, each layer seals it when it has written the last one, and it loses its
+float rows when no sequence reads them any more. So blocks may be freed, given to other sequences, shared by prefix, and written again
+from any token on while they have float rows.
 
 Nobody says which sequence a row of a table is, nor that one has ended. A sequence is known by the last block that a step has shown of
 it: the row that has this block at the same place goes on with it. Until then it holds the float rows that its next queries read,
@@ -28,8 +28,8 @@ from kvfast.storage.tables.token_life cimport coded_at
 
 cdef enum:
     CODES                      # its tokens have codes alone, but for the first tokens of a sequence and those of a patch
-    OPEN                       # they have float rows
-    SEALED                     # they have both
+    OPEN                       # it is not full, and its tokens have float rows
+    SEALED                     # they have both, once the layers have written the last one
 
 
 cdef inline Py_ssize_t _tokens_before(PreparedBatch batch, Py_ssize_t i) noexcept:
@@ -64,8 +64,8 @@ cdef class SchedulerBlocks:
         free(self.holders)
 
     cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1:
-        """Make ready for the tokens of a step, which the layers are about to write: seal the blocks that have become full, give float
-        rows to the new tokens, and release those that no query reads any more. Nothing changes if the batch is refused."""
+        """Make ready for the tokens of a step, which the layers are about to write: give them float rows, and release those that no
+        query reads any more. Nothing changes if the batch is refused."""
         cdef Py_ssize_t index, first, end, layer, needed = 0
         cdef int32_t block
         cdef int rule
@@ -77,7 +77,6 @@ cdef class SchedulerBlocks:
         if needed:  # those that stay lie in a slab apart from those of prompts, which are soon released
             self.pool.floats.pieces.ensure(min(needed, batch.num_sequences * (2 * self.pool.floats.per_block + 2)))
             self.pool.floats.pieces.ensure(needed)
-        self._seal_full(batch, ends)
         going_on = [self._going_on(rule, batch) for rule in range(self.num_rules)]
         self._begin_anew([block for block, _, first, _ in writes if first == 0])
         for block, index, first, end in writes:
@@ -87,12 +86,21 @@ cdef class SchedulerBlocks:
             self.pool.floats.open(-1, block, index, first, end)
             self.written[block], self.begins[block] = <int16_t>end, index == 0
             for rule in range(self.num_rules):
-                self._state_of(rule)[block] = OPEN
+                self._state_of(rule)[block] = SEALED if end == self.pool.block_size else OPEN
+        full = [block for block, _, _, end in writes if end == self.pool.block_size]
+        batch.filled = [block for block in full if self.begins[block]] + [block for block in full if not self.begins[block]]
+        batch.num_starts = len([block for block in full if self.begins[block]])
         for rule in range(len(self.pool.rules)):
-            self._set_states(rule, batch, going_on[rule])
+            self._set_begins(rule, batch, going_on[rule])
             self._hold(rule, batch, [blocks for _, blocks in going_on[rule]], max_num_seqs)
         self.step += 1
         batch.step = self.step
+        return 0
+
+    cdef int seal(self, PreparedBatch batch, Py_ssize_t layer) except -1:
+        """Seal the blocks that the step has filled, in a layer that has written its tokens."""
+        if batch.filled and self.pool.layouts[layer].seals:
+            self.pool.floats.seal(batch.filled, batch.num_starts, NULL, layer, -1)
         return 0
 
     cdef int check(self, PreparedBatch batch) except -1:
@@ -114,15 +122,11 @@ cdef class SchedulerBlocks:
         self.step += 1
         return 0
 
-    cdef object seal_full(self, list blocks):
-        """Let full blocks hold all of their tokens as codes. Returns for each block whether it does: bool of shape (num_blocks,)."""
+    cdef object are_coded(self, list blocks):
+        """Whether blocks are full and all of their tokens have codes: bool of shape (num_blocks,)."""
         cdef int32_t block
-        cdef int rule
         self.pool.enter()
         try:
-            full = [block for block in blocks if self.written[block] == self.pool.block_size]
-            for rule in range(self.num_rules):
-                self._seal(rule, [block for block in dict.fromkeys(full) if self._state_of(rule)[block] == OPEN])
             return np.array([self.written[block] == self.pool.block_size and not self.pool.is_patched(block) for block in blocks], bool)
         finally:
             self.pool.leave()
@@ -195,9 +199,9 @@ cdef class SchedulerBlocks:
                 if offset > self.written[block]:
                     raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block}, and only "
                                      f"{self.written[block]} were written before it")
-                if offset and self._is_sealed(block):
-                    raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block} again, and the block has been "
-                                     f"sealed: go back to its first token")
+                if offset and self.written[block] == size and self._is_coded(block):
+                    raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block} again, and its tokens have "
+                                     f"codes alone: go back to its first token")
                 writes.append((block, position // size, offset, end))
                 position += end - offset
         return writes
@@ -221,22 +225,6 @@ cdef class SchedulerBlocks:
                                      f"sequence")
         return 0
 
-    cdef int _seal_full(self, PreparedBatch batch, dict ends) except -1:
-        """Seal the blocks after which sequences go on."""
-        cdef Py_ssize_t size = self.pool.block_size, i, index
-        cdef int32_t block
-        cdef int rule
-        cdef uint8_t *state
-        for rule in range(len(self.pool.rules)):
-            full, state = {}, self._state_of(rule)
-            for i in range(batch.num_sequences):
-                for index in range((_tokens_before(batch, i)) // size):
-                    block = batch.table[i, index]
-                    if state[block] == OPEN and block not in ends:
-                        full[block] = None
-            self._seal(rule, list(full))
-        return 0
-
     cdef uint8_t *_state_of(self, int rule) noexcept:
         """The row of `state`."""
         return self.state + rule * self.num_blocks
@@ -248,15 +236,6 @@ cdef class SchedulerBlocks:
             if self._state_of(rule)[block] != CODES:
                 return False
         return True
-
-    cdef bint _is_sealed(self, int32_t block) noexcept:
-        """Whether a block is full and has codes for some layers."""
-        cdef int rule, state
-        for rule in range(self.num_rules):
-            state = self._state_of(rule)[block]
-            if state == SEALED or state == CODES and self.written[block] == self.pool.block_size:
-                return True
-        return False
 
     cdef int _begin_anew(self, list blocks) except -1:
         """Forget all about blocks whose first token is about to be written."""
@@ -271,12 +250,9 @@ cdef class SchedulerBlocks:
     cdef int _seal(self, int rule, list full) except -1:
         """Encode the tokens of some open blocks that have been written, from their float rows."""
         cdef int32_t block
-        # Only the first of the blocks of one call can begin a sequence.
-        for part in [[block] for block in full if self.begins[block]] + [[block for block in full if not self.begins[block]]]:
-            if part:
-                self.pool.floats.seal(part, self.begins[<int32_t>part[0]], self.written, rule)
-            for block in part:
-                self._state_of(rule)[block] = SEALED
+        starts = [block for block in full if self.begins[block]]
+        if full:
+            self.pool.floats.seal(starts + [block for block in full if not self.begins[block]], len(starts), self.written, -1, rule)
         return 0
 
     cdef list _going_on(self, int rule, PreparedBatch batch):
@@ -369,18 +345,15 @@ cdef class SchedulerBlocks:
                 some = True
         return some
 
-    cdef int _set_states(self, int rule, PreparedBatch batch, list going_on) except -1:
-        """Which positions of each sequence have codes, and from which on all have float rows."""
-        cdef Py_ssize_t size = self.pool.block_size, i, index, begin, codes, open_tokens = self.pool.rules[rule]
+    cdef int _set_begins(self, int rule, PreparedBatch batch, list going_on) except -1:
+        """From which position on all tokens of each sequence have float rows."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index, begin, open_tokens = self.pool.rules[rule]
         cdef uint8_t *state = self._state_of(rule)
         for i in range(batch.num_sequences):
-            begin, codes = coded_at(_tokens_before(batch, i), open_tokens, size) // size, batch.lens[i] // size
-            begin = max(begin, <Py_ssize_t>going_on[i][0])
-            for index in range((batch.lens[i] + size - 1) // size - 1, -1, -1):
-                if state[batch.table[i, index]] == OPEN:
-                    begin, codes = min(begin, index), min(codes, index)
-                elif state[batch.table[i, index]] == CODES:
-                    begin = max(begin, index + 1)
+            begin = max(coded_at(_tokens_before(batch, i), open_tokens, size) // size, <Py_ssize_t>going_on[i][0])
+            for index in range((batch.lens[i] + size - 1) // size - 1, begin - 1, -1):
+                if state[batch.table[i, index]] == CODES:
+                    begin = index + 1
                     break
-            batch.floats_begin[rule, i], batch.codes_end[rule, i] = <int32_t>(begin * size), <int32_t>(codes * size)
+            batch.floats_begin[rule, i] = <int32_t>(begin * size)
         return 0

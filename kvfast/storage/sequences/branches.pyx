@@ -57,9 +57,13 @@ def keep_branch(SequenceStorage storage, n, keep, begin=None, str moved=None):
                 if changes is not None:
                     table.undo_changes(changes, count)
             raise
-        for table, changes, _ in opened:
-            _move(table, first - storage.base, rows)
-            table.keep_changes(changes)
+        try:
+            for table, changes, _ in opened:
+                _move(table, first - storage.base, rows)
+                table.keep_changes(changes)
+        except BaseException:
+            storage.keep(min(first, complete))  # no memory to seal a block
+            raise
         storage.keep(last)
         storage.checkpoints = checkpoints
         for table in storage.tables if complete < last else ():
@@ -123,6 +127,8 @@ cdef int _move(BlockTable table, Py_ssize_t first, const int64_t[::1] rows) exce
         with nogil:
             for layer in range(table.pool.num_layers):
                 _move_token(kernels, table.pool.layouts + layer, source, target)
+    for layer in range(table.pool.num_layers):
+        table.life.seal(layer, first, first + rows.shape[0])
     return 0
 
 

@@ -42,9 +42,6 @@ def advance_all(list sequences, list counts, list begins):
     try:
         for i, one in enumerate(sequences):
             one._check_advance(numbers[i], f"sequences[{i}]: " if len(sequences) > 1 else "")
-        for one, n in zip(sequences, numbers):  # what can fail comes first, for all
-            for table in one.tables:
-                table.seal_full(n)
         for one, begin in zip(sequences, begins):
             if begin is not None:
                 begin(one.length)

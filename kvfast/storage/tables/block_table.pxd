@@ -26,9 +26,7 @@ cdef class BlockTable:
     cdef Py_ssize_t num_slots(self) noexcept nogil
     cdef Py_ssize_t num_held(self) noexcept nogil
     cdef Py_ssize_t held_from(self) noexcept nogil
-    cdef int seal_full(self, Py_ssize_t n) except -1
     cdef int advance(self, Py_ssize_t n) except -1
-    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil
     cdef void count_tokens(self, Py_ssize_t n) noexcept nogil
     cdef int release_evicted(self) except -1
@@ -37,7 +35,6 @@ cdef class BlockTable:
     cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1
     cdef void set_length(self, Py_ssize_t length) noexcept nogil
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1
-    cdef list pieces(self)
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
     cdef bint is_writable(self, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     cdef bint _is_open(self, Py_ssize_t layer, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil

@@ -29,16 +29,14 @@ cdef class BlockTable:
         self.lengths = <Py_ssize_t *>calloc(pool.num_layers, sizeof(Py_ssize_t))
         if self.lengths == NULL:
             raise MemoryError("cannot allocate the lengths of a sequence")
+        self.life.lengths = self.lengths
 
     def __dealloc__(self):
         free(self.lengths)
 
     cdef Py_ssize_t longest(self) noexcept nogil:
         """Tokens of the longest layer."""
-        cdef Py_ssize_t longest = 0, i
-        for i in range(self.pool.num_layers):
-            longest = max(longest, self.lengths[i])
-        return longest
+        return self.life.longest()
 
     cdef Py_ssize_t num_uncounted(self) noexcept nogil:
         """Most tokens of a layer that `advance` has not counted."""
@@ -62,30 +60,17 @@ cdef class BlockTable:
             return -1
         return self.map.block(index)
 
-    cdef int seal_full(self, Py_ssize_t n) except -1:
-        """The part of `advance` that can fail: seal the blocks that become full. Their codes are not read before `advance`."""
-        cdef Py_ssize_t skipped = self.map.skipped
-        if not self.pool.seals:
-            return 0
-        if self.pool.index is None:  # else even blocks that are evicted at once may be found by their tokens
-            skipped = self.skipped_at(self.length + n)
-        return self.life.seal(self.length, n, self.map.sink_blocks + skipped if skipped else 0)
-
     cdef int advance(self, Py_ssize_t n) except -1:
-        """Count tokens as complete, after `seal_full`."""
+        """Count tokens as complete."""
         self.length += n
         self.release_evicted()
         if self.pool.seals:
             self.life.release_float_rows(self.length)
         return 0
 
-    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
-        """Number of skipped blocks of a sequence of `length` tokens; see `RingTable`."""
-        return self.map.skipped
-
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
-        """Whether `advance` seals no block and releases none."""
-        return self.life.just_counts(self.length, n)
+        """Whether `advance` releases nothing."""
+        return self.life.just_counts(self.length + n)
 
     cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
         """`advance` when it just counts."""
@@ -101,7 +86,7 @@ cdef class BlockTable:
 
     cdef dict resume_state(self):
         """What a file stores of a table besides its blocks, for `set_resume_state`."""
-        return {"skipped_blocks": self.map.skipped} | self.life.saved(self.length, self.longest())
+        return {"skipped_blocks": self.map.skipped} | self.life.saved()
 
     cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1:
         """Become a sequence of `length` tokens, after `check_resume_state`. The caller takes its blocks."""
@@ -127,7 +112,7 @@ cdef class BlockTable:
         context.length = self.lengths[layer]
         context.sink_blocks = self.map.sink_blocks
         context.skipped = self.map.skipped
-        context.floats_begin, context.codes_end = self.life.begins[layer], self.life.codes_end(layer, self.length)
+        context.floats_begin, context.counted = self.life.begins[layer], self.length
 
     cdef void describe(self, Py_ssize_t layer, kv_member *member) noexcept nogil:
         """Describe a layer's tokens to attention, but for those of segments."""
@@ -289,6 +274,7 @@ cdef class BlockTable:
                 for i in range(n):
                     view[i] = self.map.slot(first + i)
                 write_rows(layout, k, v, rotary, &view[0], True, True)
+            self.life.seal(layer, first, first + n)
         except BaseException:
             self.undo_changes(changes, count)
             if self.pool.num_slabs > num_slabs:
@@ -363,10 +349,6 @@ cdef class BlockTable:
     cdef BlockTable empty(self, BlockPool pool):
         """A table of the same kind for another pool."""
         return BlockTable(pool)
-
-    cdef list pieces(self):
-        """First positions of the pieces of float rows that the sequence reads, or will read."""
-        return self.life.pieces(self.length, self.longest())
 
     cdef int copy_resume_state(self, BlockTable other) except -1:
         """Copy the lengths of a table of the same kind, and which of its tokens are left."""

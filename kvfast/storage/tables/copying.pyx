@@ -35,9 +35,9 @@ cdef class CopyPlan:
 
 cdef CopyPlan plan_copy(BlockTable target, BlockTable source):
     cdef CopyPlan plan = CopyPlan.__new__(CopyPlan)
-    plan.codes, plan.layers = slots_with_codes(source), source.life.layers(source.length, source.longest())
+    plan.codes, plan.layers = slots_with_codes(source), source.life.layers()
     if target.pool.block_size == source.pool.block_size:
-        plan.pieces = source.pieces()
+        plan.pieces = source.life.pieces()
     else:  # only the start of the sequence has float rows: tables that seal blocks have the same block size
         starts = target.pool.has_sinks and source.longest() and (target.map.sink_blocks or target.skipped_of(source) == 0)
         plan.pieces = [0] if starts else []
@@ -46,8 +46,8 @@ cdef CopyPlan plan_copy(BlockTable target, BlockTable source):
 
 cdef Py_ssize_t[::1] slots_with_codes(BlockTable table):
     """Number of slots in use that have codes, of each layer."""
-    cdef Py_ssize_t layer, longest = table.longest()
-    return np.array([table.life.slots_with_codes(layer, table.length, longest) for layer in range(table.pool.num_layers)], np.intp)
+    cdef Py_ssize_t layer
+    return np.array([table.life.slots_with_codes(layer) for layer in range(table.pool.num_layers)], np.intp)
 
 
 cdef BlockTable clone_table(BlockTable table, BlockPool pool):

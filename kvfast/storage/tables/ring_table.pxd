@@ -10,4 +10,5 @@ cdef class RingTable(BlockTable):
 
     cdef int evict(self, Py_ssize_t window) except -1
     cdef Py_ssize_t _evicted_at(self, Py_ssize_t length) noexcept nogil
+    cdef Py_ssize_t _skipped_at(self, Py_ssize_t length) noexcept nogil
     cdef Py_ssize_t _gone(self, Py_ssize_t evicted) noexcept nogil

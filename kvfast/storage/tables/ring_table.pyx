@@ -63,7 +63,7 @@ cdef class RingTable(BlockTable):
     cdef int ensure(self, Py_ssize_t num_blocks) except -1:
         return self.pool.ensure_apart(num_blocks)
 
-    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
+    cdef Py_ssize_t _skipped_at(self, Py_ssize_t length) noexcept nogil:
         return self.map.skipped + max(<Py_ssize_t>0, self._gone(self._evicted_at(length)))
 
     cdef int release_evicted(self) except -1:
@@ -92,10 +92,10 @@ cdef class RingTable(BlockTable):
             known = 0 if blocks[count - 1] is None else known + 1
             if known == 0 and count <= self.map.sink_blocks:
                 break
-            skipped = self.skipped_at(count * size)
+            skipped = self._skipped_at(count * size)
             if known >= count - (self.map.sink_blocks + skipped if skipped else 0):
                 found = count
-        skipped = self.skipped_at(found * size)
+        skipped = self._skipped_at(found * size)
         if skipped:
             blocks = blocks[:self.map.sink_blocks] + blocks[self.map.sink_blocks + skipped:found]
         self.begin_with(blocks[:found - skipped], skipped)

@@ -33,24 +33,31 @@ cdef class TokenLife:
             if self.pool.layouts[i].seals:
                 self.floats_begin, self.cut_end = min(self.floats_begin, self.begins[i]), max(self.cut_end, self.begins[i])
 
-    cdef Py_ssize_t codes_end(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil:
-        """If a layer seals blocks, number of its first tokens with codes."""
-        return max(self.begins[layer], length // self.pool.block_size * self.pool.block_size)
+    cdef Py_ssize_t longest(self) noexcept nogil:
+        """Tokens of the longest layer."""
+        cdef Py_ssize_t longest = 0, i
+        for i in range(self.pool.num_layers):
+            longest = max(longest, self.lengths[i])
+        return longest
 
-    cdef Py_ssize_t kept_codes_of_cut(self, Py_ssize_t layer, Py_ssize_t longest) except -1:
+    cdef Py_ssize_t codes_end(self, Py_ssize_t layer) noexcept nogil:
+        """If a layer seals blocks, number of its first tokens with codes."""
+        return max(self.begins[layer], self.lengths[layer] // self.pool.block_size * self.pool.block_size)
+
+    cdef Py_ssize_t kept_codes_of_cut(self, Py_ssize_t layer) except -1:
         """Number of a layer's tokens from `begins` on, in a block that was cut, whose old codes are used again when it fills up."""
-        cdef Py_ssize_t begin = self.begins[layer]
+        cdef Py_ssize_t begin = self.begins[layer], longest = self.longest()
         if begin % self.pool.block_size or begin >= longest:
             return 0
         if self.map.count == 0:
             return self.planned[layer]["kept_codes"]
         return min(abs(self.pool.floats.kept_codes[layer][self.map.block(begin // self.pool.block_size)]), longest - begin)
 
-    cdef Py_ssize_t slots_with_codes(self, Py_ssize_t layer, Py_ssize_t length, Py_ssize_t longest) except -1:
+    cdef Py_ssize_t slots_with_codes(self, Py_ssize_t layer) except -1:
         """Number of slots in use that have codes in a layer."""
-        cdef Py_ssize_t end = longest
+        cdef Py_ssize_t end = self.longest()
         if self.pool.layouts[layer].seals:
-            end = max(self.codes_end(layer, length), self.begins[layer] + self.kept_codes_of_cut(layer, longest))
+            end = max(self.codes_end(layer), self.begins[layer] + self.kept_codes_of_cut(layer))
         return end - self.map.skipped * self.pool.block_size
 
     cdef bint is_cut(self, Py_ssize_t layer, Py_ssize_t index) noexcept nogil:
@@ -59,23 +66,24 @@ cdef class TokenLife:
         cdef Py_ssize_t end = self.cut_end if layer < 0 else self.begins[layer]
         return end % self.pool.block_size and index == end // self.pool.block_size
 
-    cdef bint just_counts(self, Py_ssize_t length, Py_ssize_t n) noexcept nogil:
-        """Whether `n` more tokens seal no block and release none."""
-        cdef Py_ssize_t size = self.pool.block_size, after = length + n, i
-        if not self.pool.seals or after // KV_PIECE == length // KV_PIECE:  # blocks and `open_tokens` are whole pieces
-            return True
-        for i in range(self.pool.num_layers):
-            if self.pool.layouts[i].seals and coded_at(after, self.pool.layouts[i].open_tokens, size) > self.begins[i]:
+    cdef bint just_counts(self, Py_ssize_t length) noexcept nogil:
+        """Whether a sequence that has grown to `length` releases no float rows."""
+        cdef Py_ssize_t i
+        for i in range(self.pool.num_layers if self.pool.seals else 0):
+            if self.pool.layouts[i].seals and coded_at(length, self.pool.layouts[i].open_tokens, self.pool.block_size) > self.begins[i]:
                 return False
-        return after // size == length // size
+        return True
 
-    cdef int seal(self, Py_ssize_t length, Py_ssize_t n, Py_ssize_t gone) except -1:
-        """Seal the blocks that become full by `n` more tokens. Those between sink tokens and block `gone` go at once. The codes
-        are not read before the tokens are counted."""
-        cdef Py_ssize_t size = self.pool.block_size, index, first = self.map.sink_blocks
-        full = [self.map.block(index) for index in range(length // size, (length + n) // size) if index >= gone or index < first]
-        if full:
-            self.pool.floats.seal(full, length < size and (gone == 0 or first > 0), NULL, -1)
+    cdef bint fills(self, Py_ssize_t layer, Py_ssize_t before, Py_ssize_t after) noexcept nogil:
+        """Whether a layer that grows from `before` to `after` tokens has blocks to seal."""
+        return self.pool.layouts[layer].seals and before // self.pool.block_size < after // self.pool.block_size
+
+    cdef int seal(self, Py_ssize_t layer, Py_ssize_t before, Py_ssize_t after) except -1:
+        """Seal the blocks of a layer that became full when it grew from `before` to `after` tokens, which have been written."""
+        cdef Py_ssize_t size = self.pool.block_size, index
+        if self.fills(layer, before, after):
+            full = [self.map.block(index) for index in range(before // size, after // size)]
+            self.pool.floats.seal(full, before < size, NULL, layer, -1)
         return 0
 
     cdef int release_float_rows(self, Py_ssize_t length) except -1:
@@ -137,7 +145,7 @@ cdef class TokenLife:
             if not self.pool.layouts[i].seals:
                 continue
             self.begins[i] = min(self.begins[i], length)
-            if block >= 0 and self.begins[i] == begin and self.pool.floats.kept_codes[i][block] >= length - begin:
+            if block >= 0 and self.begins[i] == begin and abs(self.pool.floats.kept_codes[i][block]) >= length - begin:
                 self.begins[i] = length
                 if self.pool.owners[block] == 1:
                     self.pool.floats.set_kept_codes(i, block, 0)
@@ -165,15 +173,15 @@ cdef class TokenLife:
         self._sum_up()
         return 0
 
-    cdef list pieces(self, Py_ssize_t length, Py_ssize_t longest):
+    cdef list pieces(self):
         """First positions of the pieces of float rows that the sequence reads, or will read."""
-        cdef Py_ssize_t size = self.pool.block_size, layer
+        cdef Py_ssize_t size = self.pool.block_size, longest = self.longest(), layer
         first = [0] if self.pool.has_sinks and longest > 0 and (self.map.skipped == 0 or self.map.sink_blocks) else []
         if not self.pool.seals:
             return first
         patched = {}
         for layer in range(self.pool.num_layers):
-            for index, kept_codes in self.patches(layer, length, longest):
+            for index, kept_codes in self.patches(layer):
                 if index * size < self.floats_begin:
                     patched[index] = min(kept_codes, patched.get(index, size))
         pieces = first
@@ -183,28 +191,28 @@ cdef class TokenLife:
         begin = self.floats_begin // KV_PIECE * KV_PIECE if self.floats_begin < longest else longest
         return pieces + list(range(max(begin, KV_PIECE * len(first)), longest, KV_PIECE))
 
-    cdef list patches(self, Py_ssize_t layer, Py_ssize_t length, Py_ssize_t longest):
+    cdef list patches(self, Py_ssize_t layer):
         """Patched blocks of a layer, see `kv_layout`: the index of each, and the number of its tokens that have codes. Queries still
         read all tokens from `begins` on as float rows."""
-        cdef Py_ssize_t size = self.pool.block_size, index, kept_codes
+        cdef Py_ssize_t size = self.pool.block_size, longest = self.longest(), index, kept_codes
         cdef list patches = []
         if self.map.count == 0 and self.planned is not None and self.pool.layouts[layer].seals:
             return self.planned[layer].get("patches", [])
-        for index in range((self.codes_end(layer, length) + size - 1) // size if self.pool.layouts[layer].num_patched else 0):
+        for index in range((self.codes_end(layer) + size - 1) // size if self.pool.layouts[layer].num_patched else 0):
             if self.map.keeps(index):
                 kept_codes = -self.pool.floats.kept_codes[layer][self.map.block(index)]
                 if kept_codes > 0 and index * size + kept_codes < longest:
                     patches.append([index, kept_codes])
         return patches
 
-    cdef list layers(self, Py_ssize_t length, Py_ssize_t longest):
+    cdef list layers(self):
         """The state of each layer that seals blocks; None for the others."""
         cdef Py_ssize_t layer
         cdef list patches, layers = [None] * self.pool.num_layers
         for layer in range(self.pool.num_layers):
             if self.pool.layouts[layer].seals:
-                patches = self.patches(layer, length, longest)
-                layers[layer] = {"floats_begin": self.begins[layer], "kept_codes": self.kept_codes_of_cut(layer, longest)}
+                patches = self.patches(layer)
+                layers[layer] = {"floats_begin": self.begins[layer], "kept_codes": self.kept_codes_of_cut(layer)}
                 layers[layer] |= {"patches": patches} if patches else {}
         return layers
 
@@ -222,9 +230,9 @@ cdef class TokenLife:
                 self.pool.floats.set_kept_codes(layer, self.map.block(index), -kept_codes)
         return 0
 
-    cdef dict saved(self, Py_ssize_t length, Py_ssize_t longest):
+    cdef dict saved(self):
         """The fields for a file: one state for all layers, or one for each if they differ."""
-        cdef list layers = [state for state in self.layers(length, longest) if state is not None]
+        cdef list layers = [state for state in self.layers() if state is not None]
         if not layers:
             return {}
         return layers[0] if layers.count(layers[0]) == len(layers) else {"layers": layers}

@@ -32,7 +32,7 @@ class GroupLayers:
         """Copy the blocks of chunk `index` to its payload. False if they do not hold all of their tokens, which only a layer's next
         tokens can change."""
         for pool, each in self._pools():
-            if not pool.seal_blocks(_finer(block_ids, each)).all():
+            if not pool.are_coded(_finer(block_ids, each)).all():
                 return False
         at = 0
         for array, each in self._arrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -135,17 +136,19 @@ def read_shape(source):
         raise TypeError(f"model must be a path to a config.json or GGUF file, or a mapping, got {type(source).__name__}") from None
     if os.path.isdir(path):
         path = os.path.join(path, "config.json")
+    if not os.path.exists(path):
+        text = "no such file. Pass a config.json, its folder or a GGUF file: `hf download MODEL config.json` fetches and names one"
+        raise FileNotFoundError(errno.ENOENT, text, path)
     with open(path, "rb") as file:
         if file.read(4) == b"GGUF":
             return _of_gguf(path)
         if os.fstat(file.fileno()).st_size > MOST_JSON_BYTES:
             raise ValueError(f"{path} is neither a GGUF file nor a config.json, which has less than {MOST_JSON_BYTES >> 20} MiB")
         file.seek(0)
-        text = file.read()
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError too
-        raise ValueError(f"{path} is neither a GGUF file nor JSON: {error}") from None
+        try:
+            values = json.load(file)
+        except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError too
+            raise ValueError(f"{path} is neither a GGUF file nor JSON: {error}") from None
     return _shape(_Config(values, path))
 
 

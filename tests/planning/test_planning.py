@@ -290,7 +290,7 @@ def test_configurations_that_cannot_be(change, told, tmp_path):
 
 def test_files_that_are_none(tmp_path):
     path = tmp_path / "config.json"
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"Pass a config.json, its folder or a GGUF file: `hf download MODEL config.json`"):
         kvfast.plan(path)
     for contents in (b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b"GGU"):
         path.write_bytes(contents)

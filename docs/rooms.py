@@ -47,7 +47,7 @@ _NAMED = (
     re.compile(r"^[ \t]*(?:cdef [^=(\n]*[ *])?(_[a-z]\w*)\b[^=\n]*(?:=|$)", re.MULTILINE),
 )
 _ASSIGNED = re.compile(r"^[ \t]*((?:\w+\.)?\w+(?:, *(?:\w+\.)?\w+)*)(?:: [^=\n]+)? *=", re.MULTILINE)
-_FOREIGN = {"_make_subclass", "_is_stateful"}  # PyTorch's and transformers'
+_FOREIGN = {"_make_subclass", "_is_stateful", "_attn_implementation"}  # PyTorch's and transformers'
 
 
 def _room(parts):

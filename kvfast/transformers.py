@@ -12,7 +12,7 @@ Importing it registers the attention function and its masks under the name ``"kv
 A batch is a list of kvfast caches, one for each of its rows: a `kvfast.KVCache`, or a `kvfast.RingKVCache` where layers
 have sliding windows. A row holds its own tokens and no padding; beams share blocks until one of them writes. Layers whose state
 is something else, such as Mamba's, are transformers' own, in the same cache. A `KVFastStaticCache` is for steps that PyTorch compiles, with
-``attn_implementation="kvfast_static"``.
+``attn_implementation="kvfast_static"``. `compare` measures how near a format comes to transformers' own cache.
 """
 
 from kvfast.engines.transformers.versions import check_versions, installed_version, needs_trial, tell
@@ -21,6 +21,7 @@ check_versions()  # before what follows imports them
 
 from kvfast.engines.transformers.attention import register
 from kvfast.engines.transformers.cache import KVFastCache
+from kvfast.engines.transformers.comparison import Comparison, compare
 from kvfast.engines.transformers.static import KVFastStaticCache, register_static
 
 register()
@@ -30,4 +31,4 @@ if needs_trial(installed_version("transformers")):
 
     tell(installed_version("transformers"), trial())
 
-__all__ = ["KVFastCache", "KVFastStaticCache"]
+__all__ = ["Comparison", "KVFastCache", "KVFastStaticCache", "compare"]

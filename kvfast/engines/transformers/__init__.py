@@ -5,5 +5,6 @@
 - rows: a kvfast cache for each row of a batch
 - attention, received: the attention function, and the tensors that stand for stored keys
 - masks, spans: what a mask shows each query
+- comparison: its logits against those of transformers' own cache
 - static: a cache for steps that PyTorch compiles
 """

@@ -24,7 +24,8 @@ SPHINX = ("sphinx", "myst_parser", "numpydoc", "furo")
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md", "tests/FINDINGS.md")]
 PAGES += sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 WHEEL = ("wheel", "--no-deps", "--wheel-dir", "dist", "dist/kvfast-*.whl")  # how one is built and installed
-PYTORCH = ("torch", "--index-url", "https://download.pytorch.org/whl/cpu")  # its builds for CPUs
+PYTORCH = ("torch", "torch==2.13.0+cpu", "--index-url", "--extra-index-url", "https://download.pytorch.org/whl/cpu")  # builds for CPUs
+FOLDER = ("--find-links", "FOLDER", "uninstall", "torchvision", "torchaudio", "torchcodec")
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 # What the public names take and return, by where it is.
 IN_MODULES = {
@@ -136,7 +137,7 @@ def check_pip(args):
         if found := re.fullmatch(r"\.\[([\w,-]+)\]", arg):
             assert set(found[1].split(",")) <= set(extras)
         else:
-            assert arg in ("install", "-e", ".", "cython", "numpy", "setuptools", *WHEEL, *PYTORCH)
+            assert arg in ("install", "-e", ".", "cython", "numpy", "setuptools", *WHEEL, *PYTORCH, *FOLDER)
 
 
 def check_command(words):

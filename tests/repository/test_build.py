@@ -1,6 +1,8 @@
 """What setup.py decides, archives of the same bytes, and the audit of the instructions."""
 
+import ctypes
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -13,6 +15,7 @@ import tarfile
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -144,12 +147,113 @@ def test_modules_are_compiled_at_once_and_translated_one_by_one(monkeypatch, set
     command = runpy.run_path("setup.py")["BuildExt"](setuptools.Distribution({"ext_modules": modules}))
     command.finalize_options()
     assert command.parallel == os.cpu_count()
-    command.parallel = 2
-    command.compiler = types.SimpleNamespace(compile=compile_one)
+    command.parallel, command.force = 2, True
+    command.compiler = types.SimpleNamespace(
+        compile=compile_one, _compile=None, compiler_so=[sys.executable, "-c", ""], include_dirs=[]
+    )
     command.build_extensions()
     assert sorted(compiled) == [[f"{name}.c"] for name in "abcd"]
     # And so are the files of one module; their objects keep the order.
     assert command.compiler.compile(["d.c", "a.c"], debug=1) == ["d.c.o {'debug': 1}", "a.c.o {'debug': 1}"]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch, setuptools, capsys):
+    """A package of one module and one file of C, and what builds it in a folder that is new each time, as pip does."""
+    pytest.importorskip("Cython.Build")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(tmp_path)
+    for name in ("CFLAGS", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    package = tmp_path / "kvfast"
+    package.mkdir()
+    (package / "value.h").write_text("#define VALUE 1\n")
+    (package / "plain.c").write_text("#include <value.h>\nint kv_value(void) { return VALUE; }\n")
+    (package / "part.pyx").write_text("def part():\n    return 1\n")
+    builds = itertools.count()
+
+    def build(*flags, force=False, include_dirs=("kvfast/first", "kvfast")):
+        """The number of compiled files and the value that the module has."""
+        sources, folder = ["kvfast/part.pyx", "kvfast/plain.c"], tmp_path / f"build-{next(builds)}"
+        module = setuptools.Extension("part", sources, include_dirs=list(include_dirs), extra_compile_args=["-O0", *flags])
+        command = runpy.run_path(str(ROOT / "setup.py"))["BuildExt"](setuptools.Distribution({"ext_modules": [module]}))
+        command.build_lib, command.build_temp, command.force, command.verbose = str(folder), str(folder / "temp"), force, 1
+        command.ensure_finalized()
+        command.run()
+        return ctypes.CDLL(str(next(folder.glob("part*")))).kv_value()
+
+    def counted(*flags, **options):
+        capsys.readouterr()
+        value = build(*flags, **options)
+        told = capsys.readouterr().out
+        assert "[ 1/2] kvfast/" in told and "[ 2/2] kvfast/" in told
+        return int(re.search(r"kvfast: (\d) files compiled", told)[1]), value
+
+    return types.SimpleNamespace(package=package, build=build, counted=counted, objects=tmp_path / "build" / "objects")
+
+
+@needs_compiler
+def test_a_second_build_compiles_nothing(project):
+    assert project.counted() == (2, 1)
+    assert project.counted() == (0, 1)
+    for name in ("value.h", "plain.c", "part.pyx"):  # dates say nothing
+        os.utime(project.package / name)
+    (project.package / "part.c").touch()
+    assert project.counted() == (0, 1)
+    assert project.counted(include_dirs=("kvfast/first", "kvfast", "empty")) == (0, 1)  # as that of another virtual environment
+    assert project.counted(force=True)[1] == 1
+
+
+@needs_compiler
+def test_what_has_changed_is_compiled_again(project):
+    project.counted()
+    for value in (2, 1):  # with a date before the object's
+        (project.package / "value.h").write_text(f"#define VALUE {value}\n")
+        os.utime(project.package / "value.h", (1, 1))
+        assert project.counted() == (1, value)
+    assert project.counted("-DOTHER") == (2, 1)  # next to the objects with other flags
+    assert project.counted() == project.counted("-DOTHER") == (0, 1)
+    (project.package / "part.pyx").write_text("def part():\n    return 'another'\n")
+    os.utime(project.package / "part.pyx", (1, 1))
+    assert project.counted() == (1, 1) and "another" in (project.package / "part.c").read_text()
+    (project.package / "first").mkdir()  # a header that hides another
+    (project.package / "first" / "value.h").write_text("#define VALUE 3\n")
+    os.utime(project.package / "first" / "value.h", (1, 1))
+    assert project.counted() == (2, 3)
+    assert project.counted() == (0, 3)
+
+
+@needs_compiler
+def test_damaged_and_lost_objects_are_compiled_again(project):
+    project.counted()
+    for damage in (lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink):
+        for suffix in ("o", "json"):
+            damage(next(project.objects.glob(f"plain-*.{suffix}")))
+            assert project.counted() == (1, 1)
+    written = project.package / "part.c"
+    written.write_text(written.read_text()[:10_000])  # by a build that was killed
+    assert project.counted() == (0, 1)  # Cython has written the same again
+
+
+@needs_compiler
+@pytest.mark.skipif(os.name != "posix", reason="builds do not wait for each other there")
+def test_builds_at_once_wait_for_each_other(project, capsys):
+    with ThreadPoolExecutor(2) as pool:
+        assert [one.result() for one in [pool.submit(project.build) for _ in range(2)]] == [1, 1]
+    assert sorted(re.findall(r"kvfast: (\d) files compiled", capsys.readouterr().out)) == ["0", "2"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")
+@pytest.mark.parametrize(
+    "why", ["/nowhere/cc: No such file or directory", "probe.c:1:10: fatal error: Python.h: No such file or directory"]
+)
+def test_without_a_compiler_one_line_says_the_way_out(project, monkeypatch, tmp_path, why):
+    script = tmp_path / "cc"
+    script.write_text(f"#!/bin/sh\necho '{why}' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", "/nowhere/cc" if why.startswith("/nowhere") else str(script))
+    with pytest.raises(SystemExit, match=f"this failed: {re.escape(why)}. Install a C compiler .*, or install a wheel [^\n]*$"):
+        project.build()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")

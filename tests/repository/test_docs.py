@@ -137,7 +137,7 @@ def check_pip(args):
         if found := re.fullmatch(r"\.\[([\w,-]+)\]", arg):
             assert set(found[1].split(",")) <= set(extras)
         else:
-            assert arg in ("install", "-e", ".", "cython", "numpy", "setuptools", *WHEEL, *PYTORCH, *FOLDER)
+            assert arg in ("install", "-e", "-v", ".", "cython", "numpy", "setuptools", *WHEEL, *PYTORCH, *FOLDER)
 
 
 def check_command(words):

@@ -251,6 +251,14 @@ def test_figures_of_the_readme_are_those_of_the_json(docs_script):
     tables, text = docs_script("tables"), " ".join((ROOT / "README.md").read_text("utf-8").split())
     same = {one["dtype"]: f"{one['top1'] * 100:.1f} %" for one in tables.load("accuracy")["results"] if one["runtime"] == "kvfast"}
     assert f"in {same['int4']} of cases with `int4`, and in {same['int8']} with `int8`" in text
+    losses = {(one["dtype"], one.get("floats")): one for one in tables.load("texts")["texts"]["austen"]["results"]}
+    int4, q4_0 = losses["int4", None], losses["q4_0", True]
+    assert int4["bits_per_element"] == q4_0["bits_per_element"] and f"in {int4['bits_per_element']} bits" in text
+    told = (
+        " and ".join(f"{int4[name]:.4f}" for name in ("kl", "kl_999")),
+        " and ".join(f"{q4_0[name]:.4f}" for name in ("kl", "kl_999")),
+    )
+    assert f"`int4` {told[0]}, q4_0 with the same float tokens {told[1]}" in text
     float16, int4 = (tables.bytes_per_token(tables.MODELS["Llama-3-8B"], dtype) for dtype in ("float16", "int4"))
     assert f"`int4`, takes {float16 / int4:.1f} times fewer bytes than float16 (Llama-3-8B)" in text
 

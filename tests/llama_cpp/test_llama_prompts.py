@@ -240,6 +240,21 @@ def test_images_and_other_models_are_refused(folder, model):
         assert prompts.stats.bytes_written == 0 and "another Llama" in str(caught[0].message)
 
 
+def test_a_class_of_a_program_that_is_derived_from_llama(folder, model):
+    class Mixin:
+        pass
+
+    class Mine(Llama, Mixin):
+        pass
+
+    expected = Llama(model).complete(PROMPT)
+    for hits in (0, 1):
+        llm = Mine(model)
+        with LlamaPromptCache(folder, llm, chunk_tokens=CHUNK) as prompts:
+            llm.set_cache(prompts)
+            assert llm.complete(PROMPT) == expected and prompts.stats.num_hits == hits
+
+
 def test_weights_that_cannot_be_read(folder, tmp_path):
     with fresh(folder, str(tmp_path / "gone-00001-of-00002.gguf" / "x-00001-of-00002.gguf")) as (llm, prompts):
         with only_warnings() as caught:

@@ -91,5 +91,6 @@ def prompt_rate(llm):
 
 
 def _package(llm):
-    """llama_cpp, which is imported."""
-    return sys.modules[type(llm).__module__.partition(".")[0]]
+    """llama_cpp, which is imported, also where a program has derived its own class from ``Llama``."""
+    modules = (sys.modules[kind.__module__.partition(".")[0]] for kind in type(llm).__mro__)
+    return next(one for one in modules if hasattr(one, "llama_model_is_recurrent"))

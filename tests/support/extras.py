@@ -27,6 +27,7 @@ EXTRAS = {
     "transformers": "transformers",
     "vllm": "vllm|PIL",
     "llama-cpp": "llama_cpp|llama-cpp-python",
+    "serve": "fastapi|uvicorn",
 }
 
 

@@ -1,6 +1,6 @@
 """The command line, `python -m kvfast <command>`.
 
-- llama, evaluate, plan, store, bench: the commands, by what they use
+- llama, evaluate, plan, serve, store, bench: the commands, by what they use
 - settings: arguments that several commands share
 - reading: long texts of `generate`
 
@@ -36,6 +36,7 @@ def main(argv=None):
         _add_generate,
         _add_eval,
         _add_calibrate,
+        _add_serve,
         _add_serve_sim,
         _add_store,
         _add_plan,
@@ -193,6 +194,32 @@ def _add_calibrate(commands):
     add("--out", required=True, metavar="FILE", help="the file to write, with NumPy arrays (.npz)")
     add("--threads", type=_positive, help="threads to compute with (default: all CPUs)")
     parser.set_defaults(run=_later("evaluate", "run_calibrate"))
+
+
+def _add_serve(commands):
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model by the protocol of OpenAI, with prompts that outlive the server",
+        description="Serve a GGUF file by llama-cpp-python's server with kvfast's attention, or a model of Hugging Face by vLLM.",
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a GGUF file, or a folder or name of Hugging Face (default: SmolLM2-135M-Instruct, fetched once)",
+    )
+    add("--cache-type", choices=["q8_0", "q4_0", "f16"], default="q8_0", help="type of keys and values (default: q8_0)")
+    add("--context", type=_positive, metavar="N", help="tokens of a prompt and its answer (default: the model's, up to 8192)")
+    add("--threads", type=_positive, help="threads to compute with (default: all CPUs)")
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, for this machine alone)")
+    add("--port", type=_natural, default=8000, help="port to listen at; 0 takes a free one (default: 8000)")
+    add("--store", metavar="URL", help="a folder, or redis://, s3:// and others; none (default: a folder in the user's cache)")
+    add("--store-size", type=_gigabytes, metavar="GB", help="most gigabytes of a folder (default: 4)")
+    add("--api-key-file", metavar="FILE", help="a file with the key that clients must have")
+    add("--verbose", action="store_true", help="print what llama.cpp says")
+    extras = dict.fromkeys(["llama_cpp", "fastapi", "uvicorn", "gguf", "xxhash", "safetensors"], "serve") | {"vllm": "vllm"}
+    parser.set_defaults(run=_later("serve", "run_serve"), extras=extras)
 
 
 def _add_serve_sim(commands):

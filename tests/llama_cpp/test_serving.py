@@ -1,0 +1,231 @@
+"""`python -m kvfast serve` in processes of its own, with SmolLM2: runs where the extra is installed. What is refused needs no model."""
+
+import contextlib
+import http.client
+import json
+import runpy
+import shlex
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from command_line import command, run_here
+from servers import HOST, Server, free_port
+
+from kvfast.prompts.stores import FolderStore
+
+STORY, SEA = "Write a story about a fox.", "Write about the sea."
+LONG = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife. " * 20
+
+
+def posted(port, question, path="chat/completions", *, key=None, **options):
+    """A connection on which a request was sent."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=120)
+    asked = {"messages": [{"role": "user", "content": question}]} if path.startswith("chat") else {"prompt": question}
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    connection.request("POST", f"/v1/{path}", json.dumps({"temperature": 0, "max_tokens": 24} | asked | options), headers)
+    return connection
+
+
+def answer(port, question, **options):
+    """(status, JSON) of an answer at once."""
+    with contextlib.closing(posted(port, question, **options)) as connection:
+        response = connection.getresponse()
+        return response.status, json.load(response)
+
+
+def text(port, question, **options):
+    status, found = answer(port, question, **options)
+    assert status == 200, found
+    return found["choices"][0]["message"]["content"]
+
+
+def events(port, question, **options):
+    """The events of a stream, as they come."""
+    with contextlib.closing(posted(port, question, stream=True, **options)) as connection:
+        for line in connection.getresponse():
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+
+
+def pieces(port, question, **options):
+    return [one["choices"][0]["delta"].get("content") or "" for one in events(port, question, **options)]
+
+
+def get(port, path):
+    with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=30)) as connection:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, json.load(response)
+
+
+@contextlib.contextmanager
+def serving(path, *options):
+    for package in ("llama_cpp", "fastapi", "uvicorn"):
+        pytest.importorskip(package)
+    server = Server(lambda port: command("serve", path, "--context", 1024, *options, "--port", port), lambda port: get(port, "/health"))
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def port(smollm2_file):
+    """That of a server without a store."""
+    with serving(smollm2_file, "--store", "none") as server:
+        yield server.port
+
+
+@pytest.mark.model
+def test_answers_and_streams(port):
+    status, found = get(port, "/v1/models")
+    assert status == 200 and [one["id"] for one in found["data"]] == ["SmolLM2-135M-Instruct.Q4_1"]
+    status, found = answer(port, STORY)
+    assert status == 200 and found["model"] == "SmolLM2-135M-Instruct.Q4_1" and found["usage"]["completion_tokens"] == 24
+    streamed = pieces(port, STORY)
+    assert len(streamed) > 10 and "".join(streamed) == found["choices"][0]["message"]["content"]
+    (first, *_) = answer(port, "Once upon a time", path="completions", stop=["."])[1]["choices"]
+    assert first["finish_reason"] in ("stop", "length") and "." not in first["text"]
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    assert set(json.loads(text(port, "Who is Jo?", response_format={"type": "json_object", "schema": schema}))) == {"name"}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_clients_at_once(port, stream):
+    """The first is not interrupted, and the list of models waits for none."""
+    alone = [text(port, question, max_tokens=40) for question in (STORY, SEA)]
+    found = {}
+
+    def ask(i, question):
+        found[i] = "".join(pieces(port, question, max_tokens=40)) if stream else text(port, question, max_tokens=40)
+
+    threads = [threading.Thread(target=ask, args=one) for one in enumerate((STORY, SEA))]
+    for thread in threads:
+        thread.start()
+    assert get(port, "/v1/models")[0] == 200
+    for thread in threads:
+        thread.join()
+    assert [found[0], found[1]] == alone
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("question", "count"), [(STORY, 240), (LONG, 1)])  # within the answer, and within the prompt
+def test_a_client_that_leaves_ends_its_computation(port, stream, question, count):
+    begin = time.monotonic()
+    text(port, f"First: {question}", max_tokens=count)
+    whole = time.monotonic() - begin
+    connection = posted(port, f"Second: {question}", max_tokens=count, stream=stream)
+    time.sleep(whole / 8)
+    connection.close()
+    begin = time.monotonic()
+    text(port, SEA, max_tokens=1)
+    assert time.monotonic() - begin < whole / 2
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"question": 3 * LONG}, "maximum context length is 1024 tokens"),
+        ({"question": "hi", "grammar": "root ::= ("}, "the grammar"),
+        ({"question": "hi", "logprobs": True, "top_logprobs": 1}, "logprobs is not supported"),
+    ],
+)
+def test_errors_are_told(port, options, why):
+    status, found = answer(port, **options)
+    assert status in (400, 500) and why in found["error"]["message"]
+    *_, last = events(port, **options)  # which llama-cpp-python's server ends without a word
+    assert why in last["error"]["message"]
+    assert get(port, "/extras/detokenize")[0] == 404  # with which a client could end the process
+    assert text(port, "hi", max_tokens=1)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])
+def test_a_server_that_is_killed_in_the_middle_of_an_answer(smollm2_file, tmp_path, kind):
+    with serving(smollm2_file, "--cache-type", kind, "--store", "none") as server:
+        expected = text(server.port, LONG, max_tokens=40)
+    with serving(smollm2_file, "--cache-type", kind, "--store", tmp_path) as server:
+        stream = events(server.port, LONG, max_tokens=40)
+        for _ in range(10):
+            next(stream)
+        time.sleep(0.3)  # as long as a long answer would go on
+        server.kill()
+        server.start()
+        assert text(server.port, LONG, max_tokens=40) == expected
+    with contextlib.closing(FolderStore(tmp_path)) as store:
+        assert sum(entry.hits > 0 for entry in store.entries()) >= 5
+
+
+@pytest.mark.model
+def test_a_key_and_a_store_that_fails(smollm2_file, tmp_path):
+    (tmp_path / "key").write_text("hunter2\n")
+    (tmp_path / "store").mkdir()
+    with serving(smollm2_file, "--store", tmp_path / "store", "--api-key-file", tmp_path / "key") as server:
+        assert answer(server.port, "hi")[0] == answer(server.port, "hi", key="hunter")[0] == 401
+        (tmp_path / "store").rename(tmp_path / "gone")
+        (tmp_path / "store").write_text("")
+        assert text(server.port, LONG, key="hunter2")
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """As if the packages of the extra were there."""
+    monkeypatch.setattr("kvfast.tools.cli.serve._need", lambda package: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["nothere.gguf"], "No such file or directory; give a GGUF file"),
+        (["{tmp}/wrong.gguf"], "is not a GGUF file"),
+        (["{tmp}"], "has no config.json"),
+        (["{tmp}/tiny.gguf"], "heads of 12 elements do not fit into the blocks of 32 of q8_0: use --cache-type f16"),
+        (["{tmp}/tiny.gguf", "--cache-type", "f16", "--port", "{taken}"], "; --port and --host choose another address"),
+        (["{tmp}/tiny.gguf", "--cache-type", "f16", "--port", "99999"], "a port is at most 65535, got 99999"),
+        (["{tmp}/tiny.gguf", "--cache-type", "f16", "--port", "0", "--store", "{tmp}/wrong.gguf/x"], "; --store names another one"),
+        (["{tmp}/tiny.gguf", "--cache-type", "f16", "--port", "0", "--store", "redis://{free}", "--store-size", "1"], "for folders"),
+        (["{tmp}/tiny.gguf", "--api-key-file", "{tmp}/none"], "No such file or directory"),
+        (["{tmp}/tiny.gguf", "--api-key-file", "{tmp}/empty"], "has no key"),
+        (["owner/name", "--threads", "2"], "--threads is for GGUF files"),
+    ],
+)
+def test_what_is_wrong_is_told_before_the_model_is_loaded(tmp_path, packages, arguments, why):
+    pytest.importorskip("gguf")
+    (tmp_path / "wrong.gguf").write_text("wrong")
+    (tmp_path / "empty").write_text("\n")
+    runpy.run_path(Path(__file__).parents[1] / "data" / "tiny_gguf.py")["write_model"](tmp_path / "tiny.gguf")
+    with socket.create_server((HOST, 0)) as taken:
+        places = {"tmp": tmp_path, "taken": taken.getsockname()[1], "free": f"{HOST}:{free_port()}"}
+        code, out, err = run_here("serve", *(one.format(**places) for one in arguments))
+    assert (code, out) == (1, "") and why in err and err.count("\n") == 1
+
+
+def test_a_model_of_hugging_face_is_one_of_vllm(tmp_path, monkeypatch):
+    pytest.importorskip("obstore")
+    (tmp_path / "key").write_text("hunter2\n")
+    found = []
+    monkeypatch.setattr("os.execve", lambda *args: found.append(args))
+    monkeypatch.setattr("kvfast.tools.cli.serve.find_spec", lambda name: name)
+    options = ["--context", 2048, "--cache-type", "q4_0", "--host", "0.0.0.0", "--port", 81, "--store", "memory://prompts"]
+    code, out, _ = run_here("serve", "owner/name", *options, "--api-key-file", tmp_path / "key")
+    ((path, command, environment),) = found
+    assert code == 0 and out == shlex.join(command) + "\n" and path == command[0] == sys.executable
+    named = " ".join(command)
+    for part in ("--model owner/name", "--max-model-len 2048", "--kv-cache-dtype int4_per_token_head", "--host 0.0.0.0", "--port 81"):
+        assert part in named
+    assert '"kv_connector_extra_config": {"url": "memory://prompts"}' in named and "--disable-chunked-mm-input" in command
+    assert environment["VLLM_API_KEY"] == "hunter2" and "hunter2" not in out
+
+
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setattr("kvfast.tools.cli.serve.find_spec", lambda name: None)
+    assert run_here("serve") == (2, "", 'error: the serve extra is needed: pip install "kvfast[serve]"\n')
+    code, _, err = run_here("serve", "owner/name", "--store", "none")
+    assert (code, err) == (2, 'error: the vllm extra is needed: pip install "kvfast[vllm]"\n')

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import command, run_here
+from command_line import command, run, run_here
 from servers import HOST, Server, free_port
 
 from kvfast.prompts.stores import FolderStore
@@ -172,6 +172,26 @@ def test_a_key_and_a_store_that_fails(smollm2_file, tmp_path):
         (tmp_path / "store").rename(tmp_path / "gone")
         (tmp_path / "store").write_text("")
         assert text(server.port, LONG, key="hunter2")
+
+
+@pytest.mark.model
+def test_a_conversation_with_a_name_goes_on(smollm2_file, tmp_path, monkeypatch):
+    for package in ("llama_cpp", "fastapi", "rich"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("KVFAST_CACHE", str(tmp_path))
+    talk = ["chat", smollm2_file, "--context", "1024", "--temperature", "0", "--max-tokens", "40"]
+    code, whole, _ = run(*talk, "--store", "none", input=f"{STORY}\n{SEA}\n")
+    assert code == 0 and "> " in whole and " 0 of " not in whole
+    named = [*talk, "--name", "mine", "--system", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"]
+    code, first, _ = run(*named, input=f"{STORY}\n")
+    assert code == 0 and "0 of " in first
+    code, second, _ = run(*named, input=f"{SEA}\n")
+    assert code == 0 and "64 of " in second and STORY in second
+    kept = json.loads((tmp_path / "chats" / "mine.json").read_text("utf-8"))
+    assert [one["role"] for one in kept] == ["system", "user", "assistant", "user", "assistant"]
+    assert all(one["content"] in whole for one in kept if one["role"] == "assistant")
+    code, _, err = run(*talk, "--name", "../mine", input="hi\n")
+    assert code == 1 and "--name must be letters" in err
 
 
 @pytest.fixture

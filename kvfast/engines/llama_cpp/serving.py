@@ -1,4 +1,4 @@
-"""A model of llama.cpp behind the OpenAI-compatible routes of llama-cpp-python's own server (extra ``serve``)."""
+"""Serves a model of llama.cpp by the routes of llama-cpp-python's own server (extra ``serve``)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class _ClientHasLeft(Exception):
 
 class ServedLlama(llama_cpp.Llama):
     """A ``Llama`` that stops when its client leaves, and that stores a long prompt before the answer, which a killed process does not
-    end."""
+    end. `num_prompt_tokens` and `num_reused_tokens` are those of the last prompt whose answer has begun."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         # One row, as nobody reads logits here: a state that is saved or loaded copies all rows.
         self.scores, self._num_computed = np.zeros((1, self.n_vocab()), np.single), 0
+        self.num_prompt_tokens = self.num_reused_tokens = 0
 
     def eval(self, tokens):
         for at in range(0, len(tokens), self.n_batch):
@@ -41,12 +42,14 @@ class ServedLlama(llama_cpp.Llama):
             super().eval(batch)
             self._num_computed += len(batch)
 
-    def generate(self, *args, **options):
+    def generate(self, tokens, *args, **options):
         if options.get("grammar") is not None:
             self._check_grammar(options["grammar"])
         self._num_computed, is_first = 0, True
         try:
-            for token in super().generate(*args, **options):
+            for token in super().generate(tokens, *args, **options):
+                if is_first:
+                    self.num_prompt_tokens, self.num_reused_tokens = len(tokens), len(tokens) - self._num_computed
                 yield token
                 if is_first and self.cache and self._num_computed >= MANY_TOKENS:
                     self.cache[self.input_ids[: self.n_tokens]] = self.save_state()
@@ -55,7 +58,7 @@ class ServedLlama(llama_cpp.Llama):
             return
 
     def _check_grammar(self, grammar):
-        """Refuse what is no grammar, which ends the process where it is used."""
+        """Refuse a text that is not a grammar, which ends the process where it is used."""
         text, root = (vars(grammar)[name].encode() for name in ("_grammar", "_root"))
         sampler = llama_cpp.llama_sampler_init_grammar(self._model.vocab, text, root)
         if not sampler:

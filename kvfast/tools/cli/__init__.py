@@ -1,6 +1,6 @@
 """The command line, `python -m kvfast <command>`.
 
-- llama, evaluate, plan, serve, store, bench: the commands, by what they use
+- llama, evaluate, plan, serve, chat, store, bench: the commands, by what they use
 - settings: arguments that several commands share
 - reading: long texts of `generate`
 
@@ -37,6 +37,7 @@ def main(argv=None):
         _add_eval,
         _add_calibrate,
         _add_serve,
+        _add_chat,
         _add_serve_sim,
         _add_store,
         _add_plan,
@@ -203,23 +204,40 @@ def _add_serve(commands):
         description="Serve a GGUF file by llama-cpp-python's server with kvfast's attention, or a model of Hugging Face by vLLM.",
     )
     add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a GGUF file, or a folder or name of Hugging Face (default: SmolLM2-135M-Instruct, fetched once)",
+    _add_served_model(parser, "a GGUF file, or a folder or name of Hugging Face")
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, for this machine alone)")
+    add("--port", type=_natural, default=8000, help="port to listen at; 0 takes a free one (default: 8000)")
+    add("--api-key-file", metavar="FILE", help="a file with the key that clients must have")
+    parser.set_defaults(run=_later("serve", "run_serve"))
+
+
+def _add_chat(commands):
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model in the terminal",
+        description="Talk with a model. A conversation that has a name goes on at the next start, without computing its past.",
     )
+    add = parser.add_argument
+    _add_served_model(parser, "a GGUF file")
+    add("--name", help="keep the conversation under this name, and go on with it")
+    add("--system", metavar="TEXT", help="how the model shall answer, at the beginning of a conversation")
+    add("--temperature", type=float, default=0.7, help="0 takes the likeliest tokens (default: 0.7)")
+    add("--max-tokens", type=_positive, metavar="N", help="most tokens of an answer (default: those of the context)")
+    parser.set_defaults(run=_later("chat", "run_chat"))
+
+
+def _add_served_model(parser, kinds):
+    """Arguments of commands that run a model by llama-cpp-python."""
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help=f"{kinds} (default: SmolLM2-135M-Instruct, fetched once)")
     add("--cache-type", choices=["q8_0", "q4_0", "f16"], default="q8_0", help="type of keys and values (default: q8_0)")
     add("--context", type=_positive, metavar="N", help="tokens of a prompt and its answer (default: the model's, up to 8192)")
     add("--threads", type=_positive, help="threads to compute with (default: all CPUs)")
-    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, for this machine alone)")
-    add("--port", type=_natural, default=8000, help="port to listen at; 0 takes a free one (default: 8000)")
     add("--store", metavar="URL", help="a folder, or redis://, s3:// and others; none (default: a folder in the user's cache)")
     add("--store-size", type=_gigabytes, metavar="GB", help="most gigabytes of a folder (default: 4)")
-    add("--api-key-file", metavar="FILE", help="a file with the key that clients must have")
     add("--verbose", action="store_true", help="print what llama.cpp says")
-    extras = dict.fromkeys(["llama_cpp", "fastapi", "uvicorn", "gguf", "xxhash", "safetensors"], "serve") | {"vllm": "vllm"}
-    parser.set_defaults(run=_later("serve", "run_serve"), extras=extras)
+    extras = dict.fromkeys(["llama_cpp", "fastapi", "uvicorn", "gguf", "xxhash", "safetensors", "rich"], "serve") | {"vllm": "vllm"}
+    parser.set_defaults(extras=extras)
 
 
 def _add_serve_sim(commands):

@@ -32,20 +32,38 @@ def run_serve(args):
     if args.model and _is_hugging_face(args.model):
         _run_vllm(args, key)
         return
+    path, context = checked_model(args)
+    with contextlib.closing(_listening(args.host, args.port)) as listening:
+        llm = load_model(args, path, context, checked_store(args))
+        _serve(args, path, llm, key, listening)
+
+
+def _serve(args, path, llm, key, listening):
+    import uvicorn
+
+    from kvfast.engines.llama_cpp.serving import make_app
+
+    print(
+        f"serving {path.stem} at http://{args.host}:{listening.getsockname()[1]}/v1, {llm.n_ctx():,} tokens of {args.cache_type}, "
+        f"prompts in {llm.cache.store.url if llm.cache else 'no store'}",
+        flush=True,
+    )
+    config = uvicorn.Config(make_app(path.stem, llm, key), timeout_graceful_shutdown=2)
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def checked_model(args):
+    """The file of a model, and the tokens of a context for it."""
     for package in ("llama_cpp", "fastapi", "uvicorn"):
         _need(package)
     path = _model_file(args.model) if args.model else fetch_model()
-    context = _checked_context(path, args)
-    with contextlib.closing(_listening(args.host, args.port)) as listening:
-        store = _checked_store(args)
-        _load_backend()
-        _serve(args, path, context, store, key, listening)
+    return path, _checked_context(path, args)
 
 
-def _serve(args, path, context, store, key, listening):
-    import uvicorn
-
-    from kvfast.engines.llama_cpp.serving import ServedLlama, make_app, tell
+def load_model(args, path, context, store):
+    """A model with kvfast's attention, and its prompts in a store if there is one."""
+    _load_backend()
+    from kvfast.engines.llama_cpp.serving import ServedLlama, tell
     from kvfast.llama_cpp import LlamaPromptCache
 
     if args.threads:
@@ -60,13 +78,7 @@ def _serve(args, path, context, store, key, listening):
         prompts = LlamaPromptCache(store[0], llm, store[1], secret=os.environ.get("KVFAST_PROMPT_SECRET", "").encode())
         prompts.store.tell = tell
         llm.set_cache(prompts)
-    print(
-        f"serving {path.stem} at http://{args.host}:{listening.getsockname()[1]}/v1, {context:,} tokens of {args.cache_type}, "
-        f"prompts in {prompts.store.url if store else 'no store'}",
-        flush=True,
-    )
-    config = uvicorn.Config(make_app(path.stem, llm, key), timeout_graceful_shutdown=2)
-    uvicorn.Server(config).run(sockets=[listening])
+    return llm
 
 
 def _need(package):
@@ -121,7 +133,7 @@ def _listening(host, port):
         raise ValueError(f"cannot listen at {host}, port {port}: {why}; --port and --host choose another address") from None
 
 
-def _checked_store(args):
+def checked_store(args):
     """A store that answers, and the bound of its bytes; or None."""
     if args.store == "none":
         return None
@@ -163,7 +175,7 @@ def _run_vllm(args, key):
     command += ["--kv-cache-dtype", CACHE_TYPES[args.cache_type][2], "--host", args.host, "--port", str(args.port)]
     if args.context:
         command += ["--max-model-len", str(args.context)]
-    if store := _checked_store(args):
+    if store := checked_store(args):
         extra = {name: value for name, value in zip(("url", "max_bytes"), store) if value is not None}
         transfer = {"kv_connector": "KVFastConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         command += ["--kv-transfer-config", json.dumps(transfer)]

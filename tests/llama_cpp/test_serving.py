@@ -15,8 +15,6 @@ import pytest
 from command_line import command, run, run_here
 from servers import HOST, Server, free_port
 
-from kvfast.prompts.stores import FolderStore
-
 STORY, SEA = "Write a story about a fox.", "Write about the sea."
 LONG = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife. " * 20
 
@@ -62,9 +60,18 @@ def get(port, path):
         return response.status, json.load(response)
 
 
+def figures(port):
+    """Those of Prometheus."""
+    with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=30)) as connection:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+    pairs = (line.rpartition(" ") for line in lines if line.startswith("kvfast_"))
+    return {name.removeprefix("kvfast_"): float(value) for name, _, value in pairs}
+
+
 @contextlib.contextmanager
 def serving(path, *options):
-    for package in ("llama_cpp", "fastapi", "uvicorn"):
+    for package in ("llama_cpp", "fastapi", "uvicorn", "prometheus_client"):
         pytest.importorskip(package)
     server = Server(lambda port: command("serve", path, "--context", 1024, *options, "--port", port), lambda port: get(port, "/health"))
     try:
@@ -159,8 +166,11 @@ def test_a_server_that_is_killed_in_the_middle_of_an_answer(smollm2_file, tmp_pa
         server.kill()
         server.start()
         assert text(server.port, LONG, max_tokens=40) == expected
-    with contextlib.closing(FolderStore(tmp_path)) as store:
-        assert sum(entry.hits > 0 for entry in store.entries()) >= 5
+        assert answer(server.port, 3 * LONG)[0] == 400
+        found = figures(server.port)
+    assert found['prompt_tokens_total{source="store"}'] >= 5 * 64 and 0 < found['prompt_tokens_total{source="computed"}'] <= 64
+    assert found["answers_total"] == found["seconds_to_first_token_count"] == found["failed_requests_total"] == 1
+    assert found["answer_tokens_total"] == 40 and found["waiting_requests"] == 0 < found["store_bytes_fetched"]
 
 
 @pytest.mark.model
@@ -176,7 +186,7 @@ def test_a_key_and_a_store_that_fails(smollm2_file, tmp_path):
 
 @pytest.mark.model
 def test_a_conversation_with_a_name_goes_on(smollm2_file, tmp_path, monkeypatch):
-    for package in ("llama_cpp", "fastapi", "rich"):
+    for package in ("llama_cpp", "fastapi", "prometheus_client", "rich"):
         pytest.importorskip(package)
     monkeypatch.setenv("KVFAST_CACHE", str(tmp_path))
     talk = ["chat", smollm2_file, "--context", "1024", "--temperature", "0", "--max-tokens", "40"]

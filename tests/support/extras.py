@@ -27,7 +27,7 @@ EXTRAS = {
     "transformers": "transformers",
     "vllm": "vllm|PIL",
     "llama-cpp": "llama_cpp|llama-cpp-python",
-    "serve": "fastapi|uvicorn",
+    "serve": "fastapi|uvicorn|prometheus_client",
 }
 
 

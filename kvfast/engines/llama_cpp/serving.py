@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from concurrent.futures import TimeoutError as Late
 from contextvars import ContextVar
 
 import llama_cpp
 import numpy as np
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from llama_cpp.server import app as server
 from llama_cpp.server.settings import ServerSettings
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from kvfast.engines.llama_cpp.serving_figures import Answer, Figures
 
 # Tokens of a prompt that take long enough to compute that it is stored before its answer has ended.
 MANY_TOKENS = 256
-_caller: ContextVar[tuple[Request, asyncio.AbstractEventLoop] | None] = ContextVar("caller", default=None)
+_caller: ContextVar[tuple[Request, asyncio.AbstractEventLoop, Answer] | None] = ContextVar("caller", default=None)
 
 
 class _ClientHasLeft(Exception):
@@ -26,13 +30,13 @@ class _ClientHasLeft(Exception):
 
 class ServedLlama(llama_cpp.Llama):
     """A ``Llama`` that stops when its client leaves, and that stores a long prompt before the answer, which a killed process does not
-    end. `num_prompt_tokens` and `num_reused_tokens` are those of the last prompt whose answer has begun."""
+    end. `last` is the answer that began last, and `count` is called with each that has ended."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         # One row, as nobody reads logits here: a state that is saved or loaded copies all rows.
         self.scores, self._num_computed = np.zeros((1, self.n_vocab()), np.single), 0
-        self.num_prompt_tokens = self.num_reused_tokens = 0
+        self.last, self.count, self._num_restored = Answer(), lambda answer: None, 0
 
     def eval(self, tokens):
         for at in range(0, len(tokens), self.n_batch):
@@ -45,17 +49,26 @@ class ServedLlama(llama_cpp.Llama):
     def generate(self, tokens, *args, **options):
         if options.get("grammar") is not None:
             self._check_grammar(options["grammar"])
-        self._num_computed, is_first = 0, True
+        self._num_computed, answer = 0, _caller.get()[-1] if _caller.get() else Answer()
         try:
             for token in super().generate(tokens, *args, **options):
-                if is_first:
-                    self.num_prompt_tokens, self.num_reused_tokens = len(tokens), len(tokens) - self._num_computed
+                if not answer.num_tokens:
+                    self._begin(answer, len(tokens))
+                answer.num_tokens, answer.end = answer.num_tokens + 1, time.perf_counter()
                 yield token
-                if is_first and self.cache and self._num_computed >= MANY_TOKENS:
+                if answer.num_tokens == 1 and self.cache and self._num_computed >= MANY_TOKENS:
                     self.cache[self.input_ids[: self.n_tokens]] = self.save_state()
-                is_first = False
         except _ClientHasLeft:  # the answer ends here, and is stored as any other
             return
+        finally:
+            if answer.num_tokens:
+                self.count(answer)
+
+    def _begin(self, answer, num_tokens):
+        restored = self.cache.stats.num_restored_tokens if self.cache else 0
+        reused, stored, self._num_restored = num_tokens - self._num_computed, restored - self._num_restored, restored
+        answer.num_prompt_tokens, answer.num_reused_tokens, answer.num_stored_tokens = num_tokens, reused, min(stored, reused)
+        answer.first, self.last = time.perf_counter(), answer
 
     def _check_grammar(self, grammar):
         """Refuse a text that is not a grammar, which ends the process where it is used."""
@@ -83,10 +96,17 @@ def make_app(name: str, llm: ServedLlama, api_key: str | None = None) -> FastAPI
             llm.cache.close()
 
     lock, models, llm.model_path = asyncio.Lock(), _OneModel({name: llm}), name  # which answers name
+    figures = Figures(llm.cache.stats if llm.cache else None)
+    llm.count = figures.count
 
     async def in_turn():
-        async with lock:
-            yield models
+        with figures.waiting.track_inprogress():
+            await lock.acquire()
+        try:
+            with figures.failed.count_exceptions():
+                yield models
+        finally:
+            lock.release()
 
     # With a prefix, as settings come from the environment, too, where HOST or API_KEY may be those of another program.
     server.set_server_settings(ServerSettings(_env_prefix="kvfast_llama_cpp_", api_key=api_key, interrupt_requests=False))
@@ -97,6 +117,7 @@ def make_app(name: str, llm: ServedLlama, api_key: str | None = None) -> FastAPI
     app.include_router(APIRouter(routes=routes), dependencies=[Depends(_remember)])
     app.dependency_overrides[_get_models] = lambda: models  # the list of models waits for no answer
     app.add_api_route("/health", lambda: {"status": "ok"})
+    app.add_api_route("/metrics", lambda: Response(generate_latest(figures.registry), media_type=CONTENT_TYPE_LATEST))
     return app
 
 
@@ -119,14 +140,14 @@ async def _publish(inner_send_chan, body, **options):
 
 
 async def _remember(request: Request):
-    _caller.set((request, asyncio.get_running_loop()))
+    _caller.set((request, asyncio.get_running_loop(), Answer()))
 
 
 def _client_has_left():
     """Whether the client of the request that is computed has gone. The server itself asks only between the pieces of a stream."""
     if _caller.get() is None:
         return False
-    request, loop = _caller.get()
+    request, loop, _ = _caller.get()
     if loop.is_closed():
         return True
     try:

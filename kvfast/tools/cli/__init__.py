@@ -236,7 +236,8 @@ def _add_served_model(parser, kinds):
     add("--store", metavar="URL", help="a folder, or redis://, s3:// and others; none (default: a folder in the user's cache)")
     add("--store-size", type=_gigabytes, metavar="GB", help="most gigabytes of a folder (default: 4)")
     add("--verbose", action="store_true", help="print what llama.cpp says")
-    extras = dict.fromkeys(["llama_cpp", "fastapi", "uvicorn", "gguf", "xxhash", "safetensors", "rich"], "serve") | {"vllm": "vllm"}
+    packages = ["llama_cpp", "fastapi", "uvicorn", "prometheus_client", "gguf", "xxhash", "safetensors", "rich"]
+    extras = dict.fromkeys(packages, "serve") | {"vllm": "vllm"}
     parser.set_defaults(extras=extras)
 
 

@@ -68,7 +68,7 @@ def _answer(console, llm, messages, args):
         stream.close()
     first, end = first or time.perf_counter(), time.perf_counter()
     speed = f", {(len(pieces) - 1) / (end - first):.1f} tokens/s" if len(pieces) > 1 else ""
-    reused = f"{llm.num_reused_tokens:,} of {llm.num_prompt_tokens:,} tokens reused"
+    reused = f"{llm.last.num_reused_tokens:,} of {llm.last.num_prompt_tokens:,} tokens reused"
     console.print(f"\n[dim]{reused}, first token after {first - begin:.2f} s{speed}[/]")
     return "".join(pieces)
 

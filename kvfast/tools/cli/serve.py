@@ -54,7 +54,7 @@ def _serve(args, path, llm, key, listening):
 
 def checked_model(args):
     """The file of a model, and the tokens of a context for it."""
-    for package in ("llama_cpp", "fastapi", "uvicorn"):
+    for package in ("llama_cpp", "fastapi", "uvicorn", "prometheus_client"):
         _need(package)
     path = _model_file(args.model) if args.model else fetch_model()
     return path, _checked_context(path, args)

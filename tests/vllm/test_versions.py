@@ -81,6 +81,13 @@ def test_windows_and_a_format_with_blocks_of_its_own(folder_of, of_vllm, dtype):
         assert together == of_vllm("gemma3")
 
 
+def test_formats_need_no_avx512(monkeypatch):
+    """As vLLM 0.33 asks its own backend, which answers by the processor for all but a few dtypes."""
+    monkeypatch.setattr(backend.CPUAttentionBackend, "supports_kv_cache_dtype", classmethod(lambda cls, dtype: dtype in (None, "auto")))
+    answers = backend.KVFastBackend.supports_kv_cache_dtype
+    assert all(answers(dtype) for dtype in (None, "auto", "bfloat16", *backend.NAMES)) and not answers("fp8")
+
+
 def test_a_switch_turns_it_off(monkeypatch):
     CPU_ATTN.clear_override()
     monkeypatch.setenv("KVFAST_VLLM", "off")

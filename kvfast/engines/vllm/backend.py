@@ -25,11 +25,16 @@ from kvfast.engines.vllm.registration import CONNECTOR
 
 logger = init_logger("vllm.kvfast")
 
+OWN_DTYPES = "float16", "bfloat16", *NAMES
 SLOTS_ALONE = "dflash", "dspark"  # drafts that store keys and values between steps
 
 
 class KVFastBackend(CPUAttentionBackend):
-    supported_kv_cache_dtypes: ClassVar = [*CPUAttentionBackend.supported_kv_cache_dtypes, "float16", "bfloat16", *NAMES]
+    supported_kv_cache_dtypes: ClassVar = [*CPUAttentionBackend.supported_kv_cache_dtypes, *OWN_DTYPES]
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype):
+        return kv_cache_dtype in OWN_DTYPES or super().supports_kv_cache_dtype(kv_cache_dtype)  # which may need AVX-512 for all but auto
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):

@@ -1,5 +1,6 @@
 """Sphinx configuration: ``python -m sphinx -W --keep-going docs docs/_build`` (extra ``docs``)."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -12,10 +13,12 @@ project = "kvfast"
 release = version = kvfast.__version__
 copyright = "the kvfast authors, Apache-2.0"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"kvfast {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["tasklist"]  # the checklists of CONTRIBUTING.md
@@ -28,7 +31,12 @@ numpydoc_show_class_members = False  # autodoc lists them
 
 
 def _fill_tables(app, docname, source):
-    source[0] = tables.fill(source[0])
+    source[0] = re.sub(r"^\|.*$", _pairs_in_a_line, tables.fill(source[0]), flags=re.MULTILINE)
+
+
+def _pairs_in_a_line(row):
+    """A row of a table whose pairs of figures do not break over lines."""
+    return re.sub(r"(?<=\d) (?=[/(])|(?<=\d /) (?=\d)", "\xa0", row[0])
 
 
 def setup(app):

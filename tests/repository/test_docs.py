@@ -20,7 +20,7 @@ from kvfast.tools import cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-SPHINX = ("sphinx", "myst_parser", "numpydoc", "furo")
+SPHINX = ("sphinx", "myst_parser", "numpydoc", "furo", "sphinx_copybutton")
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md", "tests/FINDINGS.md")]
 PAGES += sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 WHEEL = ("wheel", "--no-deps", "--wheel-dir", "dist", "dist/kvfast-*.whl")  # how one is built and installed

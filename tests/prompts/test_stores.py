@@ -11,9 +11,9 @@ import pytest
 from servers import redis_server, s3_server
 from store_values import key, read, shown
 
-from kvfast.prompts.stores import FolderStore, TieredStore, open_store
+from kvfast.prompts.stores import EncryptedStore, FolderStore, TieredStore, open_store
 
-KINDS = ["folder", "redis", "redis with ttl", "unix", "memory", "s3", "tiered"]
+KINDS = ["folder", "redis", "redis with ttl", "unix", "memory", "s3", "tiered", "encrypted"]
 
 
 @contextlib.contextmanager
@@ -25,12 +25,16 @@ def servers_of(kind, folder, monkeypatch):
             server = stack.enter_context(redis_server(folder, "--unixsocket", str(folder / "socket")))
         if kind in ("memory", "s3"):
             pytest.importorskip("obstore", reason="needs the extra cloud")
+        if kind == "encrypted":
+            pytest.importorskip("cryptography", reason="needs the extra encrypted")
         if kind == "s3":
             stack.enter_context(s3_server(monkeypatch))
         opened = []
 
         def make():
-            if kind == "tiered":
+            if kind == "encrypted":
+                url, more = folder / "values", {"key": bytes(32)}
+            elif kind == "tiered":
                 url, more = f"redis://127.0.0.1:{server.port}/0", {"near": folder / "near"}
             else:
                 url, more = (
@@ -100,7 +104,8 @@ def test_lists_values_with_their_uses(make):
     store.touch([key(5, "e")], False)
     store.touch([key(77, "e")])  # is not there
     entries = {entry.key: entry for entry in make().entries()}
-    assert {name: entry.nbytes for name, entry in entries.items()} == {key(i, "e"): i + 1 for i in range(25)}
+    more = 64 * isinstance(store, EncryptedStore)
+    assert {name: entry.nbytes for name, entry in entries.items()} == {key(i, "e"): i + 1 + more for i in range(25)}
     if entries[key(0, "e")].hits != -1:
         assert [entries[key(i, "e")].hits for i in (3, 4, 5, 6)] == [1, 2, 0, 0]
     assert all(abs(entry.last_used - time.time()) < 60 for entry in entries.values())

@@ -18,6 +18,7 @@ EXTRAS = {
     "llama": "gguf|tokenizers|rich|threadpoolctl",
     "redis": "redis",
     "cloud": "obstore",
+    "encrypted": "cryptography",
     "cloud-test": "moto",
     "plot": "matplotlib",
     "test": "Cython|setuptools|ml_dtypes|sybil",

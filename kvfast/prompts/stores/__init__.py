@@ -6,12 +6,14 @@
 - redis, redis_connection: a server of Redis or Valkey
 - cloud: an object store
 - tiered: a folder in front of a far store
+- encrypted: a store whose values are encrypted at rest
 - troubles: failures, told once
 """
 
+from kvfast.prompts.stores.encrypted import EncryptedStore
 from kvfast.prompts.stores.folder import FolderStore
 from kvfast.prompts.stores.store import Entry, Store, Value
 from kvfast.prompts.stores.tiered import TieredStore
 from kvfast.prompts.stores.urls import open_store
 
-__all__ = ["Entry", "FolderStore", "Store", "TieredStore", "Value", "open_store"]
+__all__ = ["EncryptedStore", "Entry", "FolderStore", "Store", "TieredStore", "Value", "open_store"]

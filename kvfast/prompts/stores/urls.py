@@ -7,10 +7,13 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfast.core.checks import checked_path
+from kvfast.prompts.stores.encrypted import EncryptedStore, keys_of_environment, named_keys
 from kvfast.prompts.stores.folder import FolderStore
 from kvfast.prompts.stores.tiered import TieredStore
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvfast.prompts.stores.store import Store
 
 FOLDER, REDIS, CLOUD = ("", "file"), ("redis", "rediss", "unix"), ("s3", "s3a", "gs", "az", "abfs", "http", "https", "memory")
@@ -18,7 +21,11 @@ _SCHEME = re.compile("([a-z][a-z0-9+.-]+):(/*)", re.IGNORECASE)  # a single lett
 
 
 def open_store(
-    store: str | os.PathLike[str], max_bytes: int | None = None, near: str | os.PathLike[str] | None = None, timeout: float = 5.0
+    store: str | os.PathLike[str],
+    max_bytes: int | None = None,
+    near: str | os.PathLike[str] | None = None,
+    timeout: float = 5.0,
+    key: bytes | Sequence[bytes] | None = None,
 ) -> Store:
     """A store by its path or URL.
 
@@ -33,6 +40,9 @@ def open_store(
         A folder, as a path or ``file:///``, in front of a store that is far.
     timeout : float
         Seconds for each answer of a server.
+    key : bytes or sequence of bytes, optional
+        Encrypts the values; see `EncryptedStore`. By default the keys of the file that KVFAST_STORE_KEY_FILE names in the environment,
+        if it does.
 
     Raises
     ------
@@ -42,7 +52,14 @@ def open_store(
     ModuleNotFoundError
         Without the packages of an extra, which the message names.
     """
-    text = checked_path(store, "store")
+    keys = keys_of_environment() if key is None else key
+    if keys is not None:
+        named_keys(keys)  # refuses wrong ones before a folder is made
+    opened = _open(checked_path(store, "store"), max_bytes, near, timeout)
+    return opened if keys is None else EncryptedStore(opened, keys)
+
+
+def _open(text, max_bytes, near, timeout):
     scheme = _scheme_of(text, "store must be a folder or a URL")
     if scheme in FOLDER:
         if near is not None:
@@ -57,7 +74,7 @@ def open_store(
     if scheme in REDIS:
         from kvfast.prompts.stores.redis import RedisStore
 
-        far: Store = RedisStore(text, timeout)
+        far = RedisStore(text, timeout)
     elif scheme in CLOUD:
         from kvfast.prompts.stores.cloud import CloudStore
 

@@ -75,6 +75,19 @@ def test_missing_extra(package, model):
 
 
 @pytest.mark.parametrize(
+    ("package", "store", "extra"),
+    [("redis", "redis://127.0.0.1:1", "redis"), ("obstore", "memory://x", "cloud"), ("cryptography", "{tmp}", "encrypted")],
+)
+def test_missing_extra_of_a_store(package, store, extra, tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    (tmp_path / "keys").write_text("00" * 32)
+    monkeypatch.setenv("KVFAST_STORE_KEY_FILE", str(tmp_path / "keys") if extra == "encrypted" else "")
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = run_here("store", store.format(tmp=tmp_path))
+    assert (code, err) == (2, f'error: the {extra} extra is needed: pip install "kvfast[{extra}]"\n')
+
+
+@pytest.mark.parametrize(
     ("package", "option", "extra"), [("matplotlib", ("--plot", "kl.png"), "plot"), ("llama_cpp", ("--llama-cpp", "q8_0"), "llama-cpp")]
 )
 def test_missing_extra_of_eval(package, option, extra, model, text):

@@ -21,7 +21,7 @@ from kvfast.engine import MAX_TOKENS
 
 # Package -> the extra that has it.
 EXTRAS = dict.fromkeys(["gguf", "tokenizers", "rich", "safetensors", "xxhash"], "llama")
-EXTRAS |= {"matplotlib": "plot", "llama_cpp": "llama-cpp"}
+EXTRAS |= {"matplotlib": "plot", "llama_cpp": "llama-cpp", "redis": "redis", "obstore": "cloud", "cryptography": "encrypted"}
 
 
 def main(argv=None):

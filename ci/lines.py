@@ -15,22 +15,22 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 49_480,
+    "kvfast": 50_290,
     "kvfast/attention": 4_165,
     "kvfast/caches": 3_170,
     "kvfast/codec": 2_615,
     "kvfast/compression": 1_970,
     "kvfast/core": 2_920,
-    "kvfast/engines": 7_360,
+    "kvfast/engines": 7_690,
     "kvfast/files": 1_330,
     "kvfast/handles": 1_050,
     "kvfast/planning": 1_890,
-    "kvfast/prompts": 2_860,
+    "kvfast/prompts": 3_030,
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_110,
-    "kvfast/tools": 4_740,
-    "tests": 43_210,
-    "docs": 3_370,
+    "kvfast/tools": 5_050,
+    "tests": 43_810,
+    "docs": 3_495,
 }
 MOST_OF_A_GUIDE = 100
 

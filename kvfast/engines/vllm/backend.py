@@ -34,7 +34,8 @@ class KVFastBackend(CPUAttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype):
-        return kv_cache_dtype in OWN_DTYPES or super().supports_kv_cache_dtype(kv_cache_dtype)  # which may need AVX-512 for all but auto
+        # vLLM's own answer may need AVX-512 for all but auto.
+        return kv_cache_dtype in OWN_DTYPES or super().supports_kv_cache_dtype(kv_cache_dtype)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):

@@ -445,10 +445,10 @@ class SequenceCache(StorageProperties):
             If the cache is of a model with recurrent states, and there is no checkpoint after `n` tokens. The attribute `nearest` of the
             error is the last position before with one.
         ValueError
-            For an `n` beyond the complete tokens, if a ring has dropped tokens that it would need, for numbers that do not rise, or
-            beyond the tokens of a layer. Where tokens would have to move that cannot: into a block that was counted as full, to the first tokens that a
-            format keeps as floats, in a spliced cache, or in a ring with a `rope`. The message says what to do instead, and the cache
-            stays as it was.
+            For an `n` beyond the complete tokens, if a ring has dropped tokens that it would need, for numbers that do not rise,
+            or beyond the tokens of a layer. Where tokens would have to move that cannot: into a block that was counted as full,
+            to the first tokens that a format keeps as floats, in a spliced cache, or in a ring with a `rope`. The message says
+            what to do instead, and the cache stays as it was.
         CacheFullError
             If a pool has no block for a copy of one that others share.
         """

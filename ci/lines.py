@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 50_290,
+    "kvfast": 50_295,
     "kvfast/attention": 4_165,
     "kvfast/caches": 3_170,
     "kvfast/codec": 2_615,
@@ -30,7 +30,7 @@ MOST = {
     "kvfast/storage": 6_110,
     "kvfast/tools": 5_050,
     "tests": 43_810,
-    "docs": 3_495,
+    "docs": 3_500,
 }
 MOST_OF_A_GUIDE = 100
 

@@ -170,7 +170,8 @@ def test_a_server_that_is_killed_in_the_middle_of_an_answer(smollm2_file, tmp_pa
         found = figures(server.port)
     assert found['prompt_tokens_total{source="store"}'] >= 5 * 64 and 0 < found['prompt_tokens_total{source="computed"}'] <= 64
     assert found["answers_total"] == found["seconds_to_first_token_count"] == found["failed_requests_total"] == 1
-    assert found["answer_tokens_total"] == 40 and found["waiting_requests"] == 0 < found["store_bytes_fetched"]
+    assert 10 < found["answer_tokens_total"] <= 40  # an answer may end sooner
+    assert found["waiting_requests"] == 0 < found["store_bytes_fetched"]
 
 
 @pytest.mark.model

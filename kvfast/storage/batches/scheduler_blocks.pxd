@@ -31,6 +31,7 @@ cdef class SchedulerBlocks:
     cdef list _writes_of(self, PreparedBatch batch)
     cdef int _check_read(self, PreparedBatch batch, dict ends) except -1
     cdef int _seal(self, int rule, list full) except -1
+    cdef tuple _starts_first(self, list blocks)
     cdef uint8_t *_state_of(self, int rule) noexcept
     cdef bint _is_coded(self, int32_t block) noexcept
     cdef int _begin_anew(self, list blocks) except -1

@@ -87,9 +87,7 @@ cdef class SchedulerBlocks:
             self.written[block], self.begins[block] = <int16_t>end, index == 0
             for rule in range(self.num_rules):
                 self._state_of(rule)[block] = SEALED if end == self.pool.block_size else OPEN
-        full = [block for block, _, _, end in writes if end == self.pool.block_size]
-        batch.filled = [block for block in full if self.begins[block]] + [block for block in full if not self.begins[block]]
-        batch.num_starts = len([block for block in full if self.begins[block]])
+        batch.filled, batch.num_starts = self._starts_first([block for block, _, _, end in writes if end == self.pool.block_size])
         for rule in range(len(self.pool.rules)):
             self._set_begins(rule, batch, going_on[rule])
             self._hold(rule, batch, [blocks for _, blocks in going_on[rule]], max_num_seqs)
@@ -249,11 +247,15 @@ cdef class SchedulerBlocks:
 
     cdef int _seal(self, int rule, list full) except -1:
         """Encode the tokens of some open blocks that have been written, from their float rows."""
-        cdef int32_t block
-        starts = [block for block in full if self.begins[block]]
-        if full:
-            self.pool.floats.seal(starts + [block for block in full if not self.begins[block]], len(starts), self.written, -1, rule)
+        blocks, num_starts = self._starts_first(full)
+        if blocks:
+            self.pool.floats.seal(blocks, num_starts, self.written, -1, rule)
         return 0
+
+    cdef tuple _starts_first(self, list blocks):
+        """Some blocks, first those that begin a sequence, and the number of these."""
+        starts = [block for block in blocks if self.begins[<int32_t>block]]
+        return starts + [block for block in blocks if not self.begins[<int32_t>block]], len(starts)
 
     cdef list _going_on(self, int rule, PreparedBatch batch):
         """For each row: the first block that it reads as float rows, and the blocks that its sequence held after the last step. Found

@@ -15,21 +15,21 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 50_295,
+    "kvfast": 50_345,
     "kvfast/attention": 4_165,
     "kvfast/caches": 3_170,
-    "kvfast/codec": 2_615,
+    "kvfast/codec": 2_625,
     "kvfast/compression": 1_970,
     "kvfast/core": 2_920,
     "kvfast/engines": 7_690,
     "kvfast/files": 1_330,
     "kvfast/handles": 1_050,
-    "kvfast/planning": 1_890,
+    "kvfast/planning": 1_895,
     "kvfast/prompts": 3_030,
     "kvfast/simd": 8_230,
-    "kvfast/storage": 6_110,
+    "kvfast/storage": 6_145,
     "kvfast/tools": 5_050,
-    "tests": 43_815,
+    "tests": 43_850,
     "docs": 3_500,
 }
 MOST_OF_A_GUIDE = 100

@@ -133,7 +133,7 @@ cdef list _notes(kv_plan *plan):
     if not layout.latent:
         sides[layout.v.head_dim] = sides.get(layout.v.head_dim, False) or layout.v.rotated
     return slow_paths.notes(sides, plan.work, plan.team.threads, plan.call.num_tasks, plan.given.request.options.num_threads or None,
-                            plan.packed, plan.uncounted if layout.seals and plan.uncounted > plan.given.request.q.tokens else 0,
+                            plan.packed, plan.uncounted if layout.open_tokens and plan.uncounted > plan.given.request.q.tokens else 0,
                             _stays_exact(layout, plan.call.kernels) if resolved(plan.given.request.options.precision) == FAST else None)
 
 

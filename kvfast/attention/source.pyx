@@ -14,11 +14,11 @@ cdef Py_ssize_t floats_from(const kv_layout *layout, const kv_context *context, 
     """First position that a query reads from float rows, apart from the start of the sequence. Where tokens have both
     codes and float rows, the query's own position decides."""
     cdef Py_ssize_t end = min(position - layout.open_tokens, context.length)  # a segment may end before the query
-    if not layout.seals:
+    if layout.open_tokens == 0:
         return context.length
     if layout.floats_of_steps:
         end = min(end, context.counted)
-    return max(context.floats_begin, end >> layout.block_shift << layout.block_shift if end > 0 else 0)
+    return max(context.floats_begin, end & -layout.border if end > 0 else 0)
 
 
 cdef Py_ssize_t _next_patch(const kv_layout *layout, const kv_context *context, Py_ssize_t position, Py_ssize_t end,
@@ -84,7 +84,7 @@ cdef void read(kv_task *task) noexcept nogil:
     # Prefetch the first keys: no earlier tile did.
     if sinks_end > 0:
         touch_sinks(task, sinks_end)
-    if not task.loaded and (not given.layout.seals or begin < keys_of(task).context.floats_begin):
+    if not task.loaded and (given.layout.open_tokens == 0 or begin < keys_of(task).context.floats_begin):
         touch(task, begin, given.tile)
     if given.layout.float_tokens and (sinks_end > 0 or begin < given.layout.float_tokens):
         touch_first_floats(task)

@@ -36,8 +36,9 @@ ctypedef void (*kv_decode)(const kv_kernels *kernels, const void *codes, const k
 # The blocks of one layer; block b lies in slabs[slab_of[b >> KV_SLAB_SHIFT]].
 #
 # Tokens may also have float rows, float16 if the side is integers. They lie in pieces of KV_PIECE tokens, which are the
-# blocks of a layout of their own. The first `float_tokens` of a sequence always have float rows. With `seals` all tokens have
-# them until `open_tokens` tokens follow their block. Float rows are in the basis of the codes. A sealed block of a layer is
+# blocks of a layout of their own. The first `float_tokens` of a sequence always have float rows, and all tokens have them until
+# `open_tokens` tokens follow their piece, or with `seals` their block, which has no codes before it is full. Float rows are in the
+# basis of the codes. A sealed block of a layer is
 # patched if it was cut and then got tokens that do not fit its statistics: the tokens before keep their codes, and the new
 # ones keep their float rows.
 ctypedef struct kv_layout:
@@ -51,9 +52,10 @@ ctypedef struct kv_layout:
     bint secure                # memory is wiped before it is freed
     bint latent                # rows are keys and values at once, on the K side; their rotary part is on the V side
     bint seals                 # blocks are sealed: encoded when they are full
-    Py_ssize_t open_tokens     # with `seals`: tokens that follow a block before it is read as codes
-    bint floats_of_steps       # with `seals`: queries read all tokens of their step as float rows
-    int rule                   # number of `open_tokens` among the `rules` of a pool; -1 without `seals`
+    Py_ssize_t open_tokens     # tokens that follow others before these are read as codes; 0: no newest tokens are floats
+    Py_ssize_t border          # the newest floats begin at multiples of this: with `seals` at blocks, else at pieces
+    bint floats_of_steps       # with `open_tokens`: queries read all tokens of their step as float rows
+    int rule                   # number of `open_tokens` and `border` among the `rules` of a pool; -1 without `open_tokens`
     int float_tokens
     const kv_layout *floats    # NULL: no token of this layer has float rows
     const int32_t *float_of    # (num_blocks, block_size / KV_PIECE) piece of each KV_PIECE tokens of a block, or -1
@@ -72,7 +74,7 @@ ctypedef struct kv_context:
     Py_ssize_t length          # tokens
     Py_ssize_t sink_blocks
     Py_ssize_t skipped
-    Py_ssize_t floats_begin    # for a layout that seals: tokens below have codes alone, tokens from here on float rows, too
+    Py_ssize_t floats_begin    # with `open_tokens`: tokens below have codes alone, tokens from here on float rows, too
     Py_ssize_t counted         # tokens before those of the step
 
 
@@ -116,6 +118,11 @@ cdef inline Py_ssize_t patched_from(const kv_layout *layout, int32_t block) noex
     if layout.kept_codes == NULL or layout.kept_codes[block] >= 0:
         return layout.k.block_size
     return -layout.kept_codes[block]
+
+
+cdef inline Py_ssize_t coded_at(Py_ssize_t length, Py_ssize_t open_tokens, Py_ssize_t border) noexcept nogil:
+    """Number of first tokens of a sequence of `length` tokens that a layer needs no float rows of; see `kv_layout`."""
+    return (length - open_tokens) & -border if length > open_tokens else 0
 
 
 cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexcept nogil:

@@ -59,8 +59,8 @@ cdef void _decode_row(const kv_kernels *kernels, const kv_layout *layout, bint v
 
 cdef object decode_tokens(const kv_layout *layout, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values):
-    """Keys or values of tokens in all heads, float32, rotated back. Each token has a position and a slot. If blocks are sealed,
-    tokens from position `floats_begin` on are read from their float rows. NonFiniteInputError for codes beyond float32, which only
+    """Keys or values of tokens in all heads, float32, rotated back. Each token has a position and a slot. With
+    `open_tokens`, those from position `floats_begin` on are read from their float rows. NonFiniteInputError for codes beyond float32, which only
     others than kvfast can have written."""
     cdef Py_ssize_t n = positions.shape[0], dim = side_of(layout, values).head_dim
     cdef kv_team team
@@ -93,7 +93,7 @@ cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     cdef float *out = call.out + index * layout.num_kv_heads * side.head_dim
     cdef Py_ssize_t position = call.positions[index], offset = call.slots[index] % layout.k.block_size, head
     cdef int32_t block = <int32_t>(call.slots[index] // layout.k.block_size)
-    cdef bint floats = layout.floats != NULL and (position < layout.float_tokens or layout.seals and (
+    cdef bint floats = layout.floats != NULL and (position < layout.float_tokens or layout.open_tokens and (
         position >= call.floats_begin or offset >= patched_from(layout, block)))
     cdef int float_dtype = side_of(layout.floats, values).dtype if floats else 0
     for head in range(layout.num_kv_heads):

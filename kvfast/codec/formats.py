@@ -46,16 +46,17 @@ class KVFormat:
         quarter has one bit more, and the last quarter one bit less (INT4: two more and two less if their variations differ a
         lot). Four adjacent channels have the same number of bits.
     block_size : int or None
-        Tokens that are encoded together: 32, 64, 128 or 256, the `block_size` of the cache. Only with `centring`, `per_channel`
-        or `num_recent_float_tokens`, where the tokens of a block stay float16 until it is full.
+        Tokens that are encoded together: 32, 64, 128 or 256, the `block_size` of the cache. Only with `centring` or `per_channel`,
+        where the tokens of a block stay float16 until it is full.
     num_first_float_tokens : int
         Number of first tokens of a sequence, up to 16, whose integer sides always stay float16. These tokens receive much
         attention, whatever their content (StreamingLLM, arXiv 2309.17453).
     num_recent_float_tokens : int
-        Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a query reads a block as codes
-        once it is full and this number of tokens follow it. So at most `block_size` - 1 further tokens are float16. With
-        `centring` or `per_channel` the number is at least 16. After a rollback of at most this many counted tokens, later blocks
-        get the same codes. Sink tokens are read as codes once blocks between them and the window are gone.
+        Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16, next to their codes: a query
+        reads 16 tokens as codes once this number of tokens follow them. With `centring` or `per_channel` the number is at least 16,
+        and a block is read as codes once it is full and so many tokens follow it. So at most 15, or `block_size` - 1, further tokens
+        are float16. After a rollback of at most this many counted tokens, later blocks get the same codes. Sink tokens are read as
+        codes once blocks between them and the window are gone.
     recent_by_query : bool
         Each query counts the newest tokens back from its own position, so that no bit depends on where a prompt is cut into steps.
         Without it, queries also read all tokens of their own step as float16: prompts in long steps lose less.
@@ -157,10 +158,10 @@ class KVFormat:
                 object.__setattr__(self, "block_size", 64)
             if self.block_size not in _SEALED_SIZES:
                 raise ValueError(f"block_size must be {one_of(_SEALED_SIZES)} tokens, got {shown(self.block_size)}")
-        elif self.recent_by_query:
+        elif self.recent_by_query and not self.num_recent_float_tokens:
             raise ValueError("recent_by_query is for formats with num_recent_float_tokens, centring or per_channel")
         elif self.block_size is not None:
-            raise ValueError("block_size is for centring, per_channel and num_recent_float_tokens, which this format does not have")
+            raise ValueError("block_size is for centring and per_channel, which this format does not have; every cache takes one of its own")
 
     @property
     def k_dtype(self) -> str:
@@ -175,17 +176,17 @@ class KVFormat:
     @property
     def seals(self) -> bool:
         """Whether blocks are sealed, that is, encoded when they are full."""
-        return self.centring or self.per_channel or self.num_recent_float_tokens > 0
+        return self.centring or self.per_channel
 
     @property
     def open_tokens(self) -> int:
-        """Tokens that follow a sealed block before it is read as codes; 0 if no blocks are sealed."""
-        return max(self.num_recent_float_tokens, OPEN_TOKENS) if self.seals else 0
+        """Tokens that follow others before these are read as codes; 0 if no newest tokens are floats."""
+        return max(self.num_recent_float_tokens, OPEN_TOKENS) if self.seals else self.num_recent_float_tokens
 
     @property
     def floats_of_steps(self) -> bool:
         """Whether queries read all tokens of their step as floats."""
-        return self.seals and not self.recent_by_query
+        return self.open_tokens > 0 and not self.recent_by_query
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from ``KVFormat()``, and `dtype`, for JSON; of a calibration its digest."""
@@ -293,7 +294,7 @@ def latent_format(fmt):
     fmt = _LATENT_PRESETS.get(fmt, fmt)
     if fmt.calibration is not None:
         raise ValueError("a calibration is for keys, and latent rows are keys and values at once")
-    if fmt.seals or fmt.num_first_float_tokens:
+    if fmt.open_tokens or fmt.num_first_float_tokens:
         raise ValueError(
             f"latent rows are keys and values at once and need a format with a scale per token and without tokens "
             f"that stay floats, got {fmt}"
@@ -312,7 +313,7 @@ def _of_layer(fmt, layer, num_layers):
 
 def floats_of(fmt):
     """The format of the float rows of a layer; None if no token has one. A side that is stored as floats keeps its dtype."""
-    if not fmt.seals and not fmt.num_first_float_tokens:
+    if not fmt.open_tokens and not fmt.num_first_float_tokens:
         return None
     return KVFormat("/".join(one if one in FLOATS else "float16" for one in (fmt.k_dtype, fmt.v_dtype)))
 

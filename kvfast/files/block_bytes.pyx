@@ -87,7 +87,7 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
                 piece, row_bytes = piece.copy(), layout.floats.v.row_stride if values else layout.floats.k.row_stride
                 first = max(layout.float_tokens - position, <Py_ssize_t>0)
                 last = KV_PIECE
-                if layout.seals:
+                if layout.open_tokens:
                     last = max(begin.get(position // size, floats_begin) - position, <Py_ssize_t>0)
                 piece[first * row_bytes:max(first, last) * row_bytes] = 0
                 piece[min(longest - position, KV_PIECE) * row_bytes:] = 0

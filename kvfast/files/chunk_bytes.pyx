@@ -179,7 +179,7 @@ cdef int _extend(SequenceStorage storage, Py_ssize_t length) except -1:
     cdef Py_ssize_t size = storage.block_size, count = length // size
     for table in storage.tables:
         if (table.length % size or length % size or length < table.length
-                or table.pool.seals and table.life.floats_begin < table.length):
+                or table.pool.keeps_newest and table.life.floats_begin < table.length):
             raise ValueError(f"a sequence of {table.length} tokens cannot go on in full blocks up to {length}")
     for table in storage.tables:
         table.map.reserve_blocks(length)
@@ -187,7 +187,7 @@ cdef int _extend(SequenceStorage storage, Py_ssize_t length) except -1:
         if table.pool.has_sinks and table.map.count == 0 and count:
             table.pool.floats.pieces.ensure(1)
     for table in storage.tables:
-        if table.pool.seals:
+        if table.pool.keeps_newest:
             table.life.raise_to(length)
         begins = table.map.count == 0 and count > 0
         table.map.extend(count)

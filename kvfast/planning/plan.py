@@ -353,7 +353,7 @@ class _Cache:
         return self._nbytes(context, context)
 
     def _nbytes(self, context, appended):
-        """Bytes while the last `appended` tokens have not left a window, and have float rows in formats that seal blocks."""
+        """Bytes while the last `appended` tokens have not left a window, and have float rows in formats with newest tokens as floats."""
         total = 0
         for window, pool in self.pools:
             blocks = -(-context // self.block_size)
@@ -362,7 +362,7 @@ class _Cache:
             total += _with_more(pool, blocks, -(-appended // self.block_size))
             floats = pool.float_pool()
             if floats is not None:
-                pieces = -(-appended // PIECE) if any(form.seals for form in pool.formats) else 0
+                pieces = -(-appended // PIECE) if any(form.open_tokens for form in pool.formats) else 0
                 total += _with_more(floats, floats.first_blocks, pieces)
         return total
 
@@ -371,7 +371,8 @@ class _Cache:
         total = 0
         for count, window, form, pool in self.kinds:
             seen = min(context, window or context)
-            newest = context - max(0, context - form.open_tokens) // self.block_size * self.block_size if form.seals else 0
+            border = self.block_size if form.seals else PIECE
+            newest = context - max(0, context - form.open_tokens) // border * border if form.open_tokens else 0
             first = min(context, form.num_first_float_tokens) if seen == context else 0
             floats, newest = pool.float_pool(), min(newest, seen)
             bytes_of_floats = 0 if floats is None else (newest + first) * floats.block_bytes // PIECE

@@ -176,7 +176,7 @@ def test_prefixes_are_found_behind_the_window(name, step):
             expected = ring_of(form, sliding_window=window)  # which reads codes where `first` may have floats
             expected.restore(sequence.snapshot())
             for layer in range(2):
-                if not pool.format.seals and not pool.format.num_first_float_tokens:
+                if not pool.format.open_tokens and not pool.format.num_first_float_tokens:
                     assert np.array_equal(sequence.k(layer)[ours], shown[layer][at])
                 assert relative_error(sequence.k(layer), stream.arrays[layer, 0, sequence.positions()]) < 0.5
             for attend in (

@@ -289,7 +289,7 @@ class BlocksWorld:
         self.case.note(len(ids), salt, found)
         expect(len(sequence) == sequence.num_cached_tokens == found, "tokens of a prefix", f"{len(sequence)} for {found}")
         model = Model(sequence, self.new_whole(), [], self.without_skipped(every[: max(counts)], found), salt, high=found)
-        if found and self.format.seals:
+        if found and self.format.open_tokens:
             # The codes of a block depend on what its tokens were when it became full: another sequence's rows.
             model.whole.restore(sequence.snapshot())
             model.ids = ids[:found]

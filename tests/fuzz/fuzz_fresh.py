@@ -95,7 +95,7 @@ def check_memory(world, cache, chunk, rng):
     floats = (
         2
         * (chunk + 3 * size + 48 + max(one.num_recent_float_tokens for one in world.formats))
-        * any(one.seals or one.num_first_float_tokens for one in world.formats)
+        * any(one.open_tokens or one.num_first_float_tokens for one in world.formats)
     )
     row = len(world.formats) * world.heads * 4 * sum(-(-dim // 16) * 16 for dim in world.dims)
     expect(cache.nbytes <= 1.01 * blocks * size * cache.bytes_per_token + floats * row + 4096, world, "memory of a ring")

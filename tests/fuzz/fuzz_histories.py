@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from dict_store import DictStore
 from fuzz_inputs import as_given, often, one_of, random_choice, told
-from fuzz_oracle import Finding, allowed, check_output, contract, from_storage, open_tokens
+from fuzz_oracle import Finding, allowed, check_output, coded_at, contract, from_storage, open_tokens
 from fuzz_refusals import check_uncounted
 from reference import exact_attention, norms
 
@@ -248,12 +248,11 @@ class World:
     def reads_what_is_shown(self, track, layer, at):
         """Whether all queries read floats and codes where k() and v() do: those that look back from tokens that are not
         complete may read codes of tokens that still have their floats."""
-        if not track.formats[layer].seals:
+        form, size = track.formats[layer], track.block_size
+        if not open_tokens(form):
             return True
-        size = track.block_size
-        codes = np.maximum(at - open_tokens(track.formats[layer]), 0) // size * size
-        coded = track.coded[layer]
-        encoded = max(coded, track.length // size * size)
+        codes, coded = coded_at(form, at, size), track.coded[layer]
+        encoded = max(coded, track.length // size * size) if form.seals else track.layer_length(layer)
         return bool((np.maximum(coded, np.minimum(codes, encoded)) == coded).all())
 
     # What is done to one sequence.

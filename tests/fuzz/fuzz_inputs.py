@@ -61,7 +61,7 @@ def random_formats(rng, layers, latent=False):
     first, block = random_format(rng, latent), int(one_of(rng, [32, 32, 64, 64, 128, 256]))
     formats = [first if often(rng, 0.6) else random_format(rng, latent) for _ in range(layers)]
     if latent:  # what the preset is of rows that are keys and values at once
-        return [KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True) if one.seals else one for one in formats]
+        return [KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True) if one.open_tokens else one for one in formats]
     # From a copy, so that the cases that found something stay what they were.
     later = copy.deepcopy(rng)
     recent = int(one_of(later, [16, 0, 32, 0, 64, 128, 0, 0, 0, 0, 0]))
@@ -85,7 +85,7 @@ class Rows:
         self.rng, self.layers, self.heads, self.dims = rng, layers, heads, (k_dim, v_dim)
         # Processors take long with denormals, which a long row is not needed for.
         self.flavour = str(one_of(rng, [one for one in FLAVOURS if one != "denormal" or k_dim <= 64]))
-        half = any(one.seals or one.num_first_float_tokens or "float16" in one.dtype for one in formats)
+        half = any(one.open_tokens or one.num_first_float_tokens or "float16" in one.dtype for one in formats)
         self.size = {"tiny": 1e-18, "large": 3e3 if half else 1e12, "denormal": 1e-41}.get(
             self.flavour, float(one_of(rng, [1, 1, 1, 0.1, 8]))
         )

@@ -23,7 +23,10 @@ def mixed_formats(rng, layers):
     """Formats with blocks of one size, most of which seal them, after any number of tokens."""
     block, formats = int(one_of(rng, [32, 64, 64, 128])), [one_of(rng, FORMATS) for _ in range(layers)]
     recent = [int(one_of(rng, [0, 16, 32, 48, 96, 128])) if "int" in one.dtype else 0 for one in formats]
-    formats = [replace(one, num_recent_float_tokens=own, block_size=None) for one, own in zip(formats, recent)]
+    formats = [
+        replace(one, num_recent_float_tokens=own, block_size=None, recent_by_query=own > 0 and one.recent_by_query)
+        for one, own in zip(formats, recent)
+    ]
     return [replace(one, block_size=block) if one.seals else one for one in formats], block
 
 

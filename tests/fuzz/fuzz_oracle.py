@@ -10,6 +10,7 @@ import numpy as np
 from reference import norms
 
 INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
+NEVER = 1 << 60
 NOTHING = 1e-28  # queries and values below may count as nothing
 HALF = 2.0**-11  # share of a number by which float16 rounds it, and bfloat16:
 BRAIN = 2.0**-8
@@ -25,8 +26,14 @@ GAPS = {
 
 
 def open_tokens(form):
-    """Tokens that follow a full block before its own are read as codes."""
-    return max(16, form.num_recent_float_tokens) if form.seals else 0
+    """Tokens that follow others before these are read as codes."""
+    return max(16 if form.seals else 0, form.num_recent_float_tokens)
+
+
+def coded_at(form, length, block_size):
+    """Tokens that no query reads as floats once there are `length`: with `seals` whole blocks, else sixteens."""
+    border = block_size if form.seals else 16
+    return np.maximum(length - open_tokens(form), 0) // border * border if open_tokens(form) else length
 
 
 class Finding(AssertionError):
@@ -73,7 +80,7 @@ class Side:
         self.rotated = "v" in form.rotation if values else "k" in form.rotation
         self.is_float = self.dtype not in INTEGERS
         self.per_channel, self.centred = form.per_channel and not values, form.centring and not values
-        self.seals, self.num_first_float_tokens = form.seals, form.num_first_float_tokens
+        self.seals, self.newest, self.num_first_float_tokens = form.seals, open_tokens(form) > 0, form.num_first_float_tokens
         codebook = form.codebook if self.dtype in ("int2", "int3", "int4", "int5") else "uniform"
         self.codebook = codebook
         # Whether a row's scale clips nothing, so that each of its elements is within half a step.
@@ -115,8 +122,9 @@ class Side:
             return np.abs(rows - rounded(rows, self.dtype))
         return np.abs(rows) * (HALF * 1.001) + 2.0**-24 + 2e-6 * norms(rows, True)
 
-    def check(self, got, given, positions, spans, lossy, where):
-        """Hold decoded rows to what was given: (tokens, heads, dim). Tokens from `lossy` on have their floats yet."""
+    def check(self, got, given, positions, spans, lossy, where, either=NEVER):
+        """Hold decoded rows to what was given: (tokens, heads, dim). Tokens from `lossy` on have their floats yet; from `either` on they
+        may have them."""
         if got.shape != given.shape:
             raise Finding(f"shape of rows | {where}", f"{got.shape}, of {given.shape} given")
         if not got.size:
@@ -125,10 +133,11 @@ class Side:
             raise Finding(f"rows that are not finite | {where}")
         rows, error = self.turned(given.astype(np.float64)), np.abs(self.turned(got.astype(np.float64) - given))
         floats = positions < (1 << 62 if self.is_float else self.num_first_float_tokens)
-        if self.seals:
+        if self.newest:
             floats = floats | (positions >= lossy)
         excess = error - self.float_bounds(rows)
-        bad = floats & (excess > 0).any((1, 2))
+        are_floats = (excess <= 0).all((1, 2))
+        bad = floats & ~are_floats
         if bad.any():
             at = int(np.argmax(bad))
             raise Finding(
@@ -138,7 +147,7 @@ class Side:
         if not (self.by_element or self.per_channel):
             error, bounds = norms(error, True), norms(bounds, True)
         excess = error - bounds
-        bad = ~floats & (excess > 0).any((1, 2))
+        bad = ~floats & (excess > 0).any((1, 2)) & ~(are_floats & (positions >= either))
         if bad.any():
             at = int(np.argmax(bad))
             place = np.unravel_index(np.argmax(excess[at]), excess[at].shape)

@@ -244,7 +244,7 @@ class CompressedWorld(World):
             self.case.calls += 5
             before = length - n - count
             # As in `World.reads_what_is_shown`: queries that look back from tokens that are not complete.
-            if not form.seals or length - n < form.block_size or before == 0:
+            if not form.open_tokens or length - n < (form.block_size or 16) or before == 0:
                 more = self.of_mean(method, v[:n], q)
                 check_output(
                     *cache.attend(layer, q, return_lse=True), exact, 1e-3, f"attend is not attention over k() and v() | {where}", more

@@ -186,7 +186,7 @@ class PoolWorld(SingleWorld):
         if counts != [1] * len(some) or often(rng, 0.5):
             given["cu_seqlens_q"] = bounds
         sequences = [held.cache for held in some]
-        if often(rng, 0.3) and not any(one.seals or one.num_first_float_tokens for one in self.formats):
+        if often(rng, 0.3) and not any(one.open_tokens or one.num_first_float_tokens for one in self.formats):
             lengths = [held.track.layer_length(layer) for held in some]
             given |= {"block_table": self.pool.block_table(sequences), "seq_lens": np.array(lengths, np.int32)}
         else:

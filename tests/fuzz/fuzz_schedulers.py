@@ -45,9 +45,11 @@ class PreparedWorld(PoolWorld):
         self.dims = tuple(min(one, 64) for one in self.dims)
         self.is_prepared = often(self.rng, 0.6)
         if not self.is_prepared:
-            self.formats = [kvfast.KVFormat.of("int8") if one.seals or one.num_first_float_tokens else one for one in self.formats]
+            self.formats = [
+                kvfast.KVFormat.of("int8") if one.open_tokens or one.num_first_float_tokens else one for one in self.formats
+            ]
             return
-        while not any(one.seals or one.num_first_float_tokens for one in self.formats):
+        while not any(one.open_tokens or one.num_first_float_tokens for one in self.formats):
             self.formats = random_formats(self.rng, len(self.formats))
         if often(self.case.newest, 0.5):
             self.formats, _ = mixed_formats(self.case.newest, int(self.case.newest.integers(1, 4)))

@@ -164,14 +164,14 @@ class SplicedWorld(SingleWorld):
             return
         if n <= MOST_ALIKE and not options.keys() & {"spans", "tree_parents"}:  # alone, a query sees other tokens
             self.check_alone(cache, layer, q, got, options, int(rng.integers(n)))
-        if not any(one.seals for one in self.formats):
+        if not any(one.open_tokens for one in self.formats):
             self.check_shown(cache, layer, q, got, options)
 
     def check_alone(self, cache, layer, q, got, options, at):
         """A query has the bits that it has alone, where it stands."""
         alone = cache.fork()
-        # Formats that seal show floats again where tokens after them are gone; queries that look ahead see other tokens.
-        if self.formats[layer].seals or not options.get("causal", True):
+        # Formats with newest tokens as floats show them again where tokens after them are gone; queries that look ahead see other tokens.
+        if self.formats[layer].open_tokens or not options.get("causal", True):
             at = len(q) - 1
         alone.truncate(len(cache) - len(q) + 1 + at)
         if "indices" in options:

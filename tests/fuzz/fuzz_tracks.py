@@ -1,9 +1,7 @@
 """The rows that a cache was given, and what follows of them: what `fuzz_caches` compares its answers with."""
 
 import numpy as np
-from fuzz_oracle import Finding, Side, open_tokens
-
-NEVER = 1 << 60
+from fuzz_oracle import NEVER, Finding, Side, coded_at, open_tokens
 
 
 class Track:
@@ -43,7 +41,7 @@ class Track:
                 if block in self.spans[layer]:
                     low, high = np.minimum(low, self.spans[layer][block][0]), np.maximum(high, self.spans[layer][block][1])
                 self.spans[layer][block] = low, high
-        self.coded[layer] -= self.coded[layer] % self.block_size
+            self.coded[layer] -= self.coded[layer] % self.block_size
         self.largest = max(self.largest, self.layer_length(layer) - self.length)
 
     def advance(self, n):
@@ -59,12 +57,12 @@ class Track:
 
     def coded_at(self, length):
         """Tokens of each layer that no query reads as floats once there are `length`."""
-        return [max(length - open_tokens(one), 0) // self.block_size * self.block_size for one in self.formats]
+        return [int(coded_at(one, length, self.block_size)) if open_tokens(one) else 0 for one in self.formats]
 
     def is_fresh(self):
         """Whether a fresh cache has the same codes and floats: no block was written again after its floats were gone."""
         for form, coded, natural, lost in zip(self.formats, self.coded, self.coded_at(self.length), self.lost):
-            if form.seals and (coded != natural or lost < NEVER):
+            if open_tokens(form) and (coded != natural or lost < NEVER):
                 return False
         return True
 
@@ -72,7 +70,7 @@ class Track:
         for layer, coded in enumerate(self.coded):
             begin = n // self.block_size * self.block_size
             lost = self.lost[layer] if n > self.lost[layer] else NEVER
-            self.lost[layer] = min(lost, begin) if n < coded and n > begin else lost
+            self.lost[layer] = min(lost, begin) if self.formats[layer].seals and begin < n < coded else lost
         self.length, self.coded, self.lossy = n, [min(one, n) for one in self.coded], [min(one, n) for one in self.lossy]
         if n == 0:
             self.longest = 0
@@ -105,7 +103,8 @@ class Track:
         spans = self.spans_of(layer, positions) if side.per_channel or side.centred else np.zeros(1)
         gaps = np.flatnonzero(np.diff(positions) > 1)  # sink tokens have codes alone once blocks after them are gone
         lossy = max(self.lossy[layer], positions[gaps[-1] + 1]) if len(gaps) else self.lossy[layer]
-        side.check(got, given, positions, spans, lossy, f"{'values' if values else 'keys'} of {where}")
+        told = f"{'values' if values else 'keys'} of {where}"
+        side.check(got, given, positions, spans, lossy, told, self.lossy[layer] if side.newest else NEVER)
         self._check_seen(layer, values, got, positions, where)
 
     def reach(self, layer, values, positions):
@@ -141,7 +140,7 @@ class Track:
                     f"token {at_positions[at]} by {moved[at].max():.3g}",
                 )
         # The blocks of a found prefix may have their floats yet, of the sequence that they come from.
-        stays = positions < (min(self.coded[layer], self.coded_at(self.longest)[layer]) if self.formats[layer].seals else length)
+        stays = positions < (min(self.coded[layer], self.coded_at(self.longest)[layer]) if side.newest else length)
         new = stays & ~known
         if new.any():
             self.seen[layer][values] = seen = seen.copy()  # which a copy of this may have, too

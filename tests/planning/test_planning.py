@@ -27,7 +27,7 @@ OTHERS = [
     KVFormat("int4", per_channel=True, block_size=256, num_first_float_tokens=1),
     KVFormat("int8", rotation="v", centring=True),
     KVFormat("int8", num_first_float_tokens=4),
-    KVFormat("int8/int4", num_recent_float_tokens=64, block_size=32),
+    KVFormat("int8/int4", num_recent_float_tokens=64),
     "int5/int2",
 ]
 TINY_GGUF = runpy.run_path(Path(__file__).parents[1] / "data" / "tiny_gguf.py")

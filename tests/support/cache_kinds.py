@@ -14,7 +14,8 @@ PACKED = kvfast.KVFormat("int5/int3", rotation="kv", codebook="gaussian")
 DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED, PACKED]
 # Formats whose blocks may have any size, as no block is encoded as a whole.
 ANY_BLOCK = [dtype for dtype in DTYPES if not kvfast.KVFormat.of(dtype).seals]
-# Those that seal blocks, with every block, codebook and kind of value; and those that do not.
+# Those that seal blocks, with every block, codebook and kind of value; and those that do not, of which some keep newest tokens as
+# floats next to their codes.
 SEALING = {
     "int4": kvfast.KVFormat.of("int4"),
     "channels, 32": kvfast.KVFormat("int4/int8", per_channel=True, block_size=32, clip_search=False),
@@ -29,17 +30,6 @@ SEALING = {
         "int4/int3", per_channel=True, codebook="gaussian", block_size=32, num_first_float_tokens=2
     ),
     "means, float values": kvfast.KVFormat("int4/float32", centring=True, num_first_float_tokens=4),
-    "recent, int8": kvfast.KVFormat("int8", rotation="kv", num_recent_float_tokens=16, recent_by_query=True, block_size=32),
-    "recent, k8v4": kvfast.KVFormat(
-        "int8/int4",
-        rotation="kv",
-        codebook="gaussian",
-        clip_search=True,
-        num_recent_float_tokens=64,
-        num_first_float_tokens=4,
-        recent_by_query=True,
-    ),
-    "recent, packed": kvfast.KVFormat("int3/bfloat16", num_recent_float_tokens=144, block_size=128),
     "channels, int3": kvfast.KVFormat.of("int3"),
     "channels, int3, 32": kvfast.KVFormat("int3/int8", per_channel=True, block_size=32, num_first_float_tokens=2),
     "channels, int3, 256": kvfast.KVFormat("int3/int4", per_channel=True, block_size=256, codebook="gaussian"),
@@ -59,6 +49,18 @@ UNSEALED = {
     "int3": kvfast.KVFormat("int3", rotation="kv", codebook="gaussian"),
     "int5/int2": kvfast.KVFormat("int5/int2", rotation="v", codebook="gaussian", num_first_float_tokens=3),
     "int7/int6": kvfast.KVFormat("int7/int6"),
+    "recent, int8": kvfast.KVFormat("int8", rotation="kv", num_recent_float_tokens=16, recent_by_query=True),
+    "recent, k8v4": kvfast.KVFormat(
+        "int8/int4",
+        rotation="kv",
+        codebook="gaussian",
+        clip_search=True,
+        num_recent_float_tokens=64,
+        num_first_float_tokens=4,
+        recent_by_query=True,
+    ),
+    "recent, packed": kvfast.KVFormat("int3/bfloat16", num_recent_float_tokens=144),
+    "recent, int2": kvfast.KVFormat.of("int2"),
 }
 FORMATS = SEALING | UNSEALED
 MIXED = ["float16", "int8", "int4"]  # of layers in one pool

@@ -55,10 +55,11 @@ class Reader:
         dtype, dim = names[0] if side == "k" else names[-1], self.dims[layer][side == "v"]
         together = [one for one, group in zip(self.formats, self.group) if group == self.group[layer]]
         whole, seals = any("block_size" in one for one in together), "block_size" in form
+        newest = seals or "num_recent_float_tokens" in form
         skipped = table["skipped_blocks"]
         windowed = "evicted_tokens" in table
         sinks = -(-self.settings.get("num_sink_tokens", 0) // size) if windowed else 0
-        state = self.states_of(table, together)[sum(group == self.group[layer] for group in self.group[:layer])] if seals else {}
+        state = self.states_of(table, together)[sum(group == self.group[layer] for group in self.group[:layer])] if newest else {}
         full = (length - skipped * size) // size
         encoded = length // size * size if whole else length
         end = max(encoded, state["floats_begin"] + state["kept_codes"]) if seals else length
@@ -72,8 +73,8 @@ class Reader:
         codes = np.stack([self.decode(one, form, side, dtype, dim) for one in blocks], axis=1)
         begin, patches = state.get("floats_begin", length), dict(state.get("patches", []))
         pieces, floats = {}, None
-        if seals or "num_first_float_tokens" in form:
-            order = self.pieces(table, together, whole, sinks, length)
+        if newest or "num_first_float_tokens" in form:
+            order = self.pieces(table, together, sinks, length)
             pieces = {position: i for i, position in enumerate(order)}
             if order:
                 kept = dtype if dtype in FLOATS else "float16"
@@ -115,13 +116,13 @@ class Reader:
         assert len(self.tensors[name]) == count
         return self.tensors[name]
 
-    def pieces(self, table, together, whole, sinks, length):
+    def pieces(self, table, together, sinks, length):
         """Positions at which the pieces of float rows begin, in their order."""
         found = []
         if any("num_first_float_tokens" in one for one in together) and length and (not table["skipped_blocks"] or sinks):
             found.append(0)
-        if whole:
-            states = [one for one in self.states_of(table, together) if one]
+        states = [one for one in self.states_of(table, together) if one]
+        if states:
             begin, patches = min(one["floats_begin"] for one in states), {}
             for index, n in (patch for one in states for patch in one.get("patches", [])):
                 patches[index] = min(n, patches.get(index, n))
@@ -134,9 +135,9 @@ class Reader:
 
     @staticmethod
     def states_of(table, together):
-        """What a table says of each of its layers; None of those whose format has no blocks."""
+        """What a table says of each of its layers; None of those whose newest tokens have codes alone."""
         states = iter(table.get("layers", [table] * len(together)))
-        return [next(states) if "block_size" in form else None for form in together]
+        return [next(states) if {"block_size", "num_recent_float_tokens"} & set(form) else None for form in together]
 
     def decode(self, blocks, form, side, dtype, dim):
         """Rows of blocks, (blocks, bytes), as (tokens, elements)."""

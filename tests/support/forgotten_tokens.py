@@ -17,12 +17,7 @@ import kvfast
 
 DIM, BLOCK = 64, 32
 OPEN = kvfast.KVFormat("int4", per_channel=True, num_first_float_tokens=16, block_size=32)
-DTYPES = {
-    "float32": "float32",
-    "float16": "float16",
-    "int4": OPEN,
-    "recent": kvfast.KVFormat("int8", num_recent_float_tokens=16, block_size=32),
-}
+DTYPES = {"float32": "float32", "float16": "float16", "int4": OPEN, "recent": kvfast.KVFormat("int8", num_recent_float_tokens=16)}
 ROPE = kvfast.Rope()
 
 

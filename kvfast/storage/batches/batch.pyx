@@ -12,7 +12,7 @@ from kvfast.attention.refusals cimport kv_refusal
 from kvfast.attention.request cimport Request, imagined_rows, open_request, raise_refusal
 from kvfast.attention.run cimport answer
 from kvfast.attention.sight cimport kv_member
-from kvfast.codec.blocks cimport kv_layout
+from kvfast.codec.blocks cimport coded_at, kv_layout
 from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, open_tokens, storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_rows
@@ -26,7 +26,6 @@ from kvfast.storage.sequences.segments cimport free_segments
 from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
-from kvfast.storage.tables.token_life cimport coded_at
 
 from kvfast.core.interchange import as_array
 from kvfast.core.kernels import name_of_precision
@@ -79,7 +78,7 @@ cdef class PagedBatches:
 
     def num_coded(self, Py_ssize_t num_tokens):
         """Number of first tokens that all layers of a sequence of `num_tokens` computed tokens read as codes."""
-        return coded_at(num_tokens, self.pool.rules[-1], self.pool.block_size) if self.pool.seals else num_tokens
+        return min([coded_at(num_tokens, open_tokens, border) for open_tokens, border in self.pool.rules], default=num_tokens)
 
     def start(self, BlockTable table, digests):
         """Begin a sequence: its empty table takes the blocks that the pool knows by the first of these digests."""

@@ -95,7 +95,7 @@ cdef class PreparedBatch:
         one.table, one.lens = self.table[i : i + 1], self.lens[i : i + 1]
         one.starts = np.array([0, one.num_tokens], np.int32)
         one.used = self.table[i, : (self.lens[i] + self.pool.block_size - 1) // self.pool.block_size]
-        if self.pool.seals:
+        if self.pool.keeps_newest:
             one.floats_begin = np.ascontiguousarray(self.floats_begin[:, i : i + 1])
         return one
 
@@ -184,7 +184,7 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
         raise ValueError(f"block_table must hold blocks between 0 and {pool.num_blocks - 1} for the tokens of seq_lens, got "
                          f"{min([row.min() for row in read if row.size])} to {max([row.max() for row in read if row.size])}")
     self.table, self.lens, self.used = table, lens, used
-    if pool.seals:
+    if pool.keeps_newest:
         self.floats_begin = np.zeros((len(pool.rules), lens.shape[0]), np.int32)
     for i in range(lens.shape[0]):
         num_queries = starts[i + 1] - starts[i]

@@ -10,12 +10,13 @@ cdef class SchedulerBlocks:
     cdef int16_t *written      # (num_blocks,) number of first tokens of a block that have been written
     cdef uint8_t *begins       # (num_blocks,) whether a block was written as the first of a sequence
     cdef Py_ssize_t num_blocks
-    # What follows is apart for each number of `open_tokens` of layers, as in a pool of such layers alone; see `BlockPool.rules`.
+    # What follows is apart for each rule, as in a pool of such layers alone; see `BlockPool.rules`.
     cdef Py_ssize_t num_rules
     cdef uint8_t *state        # (num_rules, num_blocks) CODES, OPEN or SEALED
+    cdef int16_t *floats_from  # (num_rules, num_blocks) first offset of a block that is not CODES whose token has a float row
     cdef int32_t *holders      # (num_rules, num_blocks) number of sequences that hold the float rows of a block
-    # The blocks that each sequence holds, by its last block and the place of that in its table; the sequence that was seen last
-    # comes last.
+    # The position from which on each sequence reads float rows, and the blocks that it holds for that, by its last block and the place
+    # of that in its table; the sequence that was seen last comes last.
     cdef list held             # (num_rules,) of dict
     cdef Py_ssize_t step       # number of the newest batch
 
@@ -33,6 +34,7 @@ cdef class SchedulerBlocks:
     cdef int _seal(self, int rule, list full) except -1
     cdef tuple _starts_first(self, list blocks)
     cdef uint8_t *_state_of(self, int rule) noexcept
+    cdef bint _seals(self, int rule) noexcept
     cdef bint _is_coded(self, int32_t block) noexcept
     cdef int _begin_anew(self, list blocks) except -1
     cdef list _going_on(self, int rule, PreparedBatch batch)

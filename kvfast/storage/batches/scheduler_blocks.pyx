@@ -21,10 +21,10 @@ from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+from kvfast.codec.blocks cimport coded_at
 from kvfast.core.limits cimport KV_PIECE
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.memory.pool cimport BlockPool
-from kvfast.storage.tables.token_life cimport coded_at
 
 cdef enum:
     CODES                      # its tokens have codes alone, but for the first tokens of a sequence and those of a patch
@@ -52,15 +52,17 @@ cdef class SchedulerBlocks:
         self.begins = <uint8_t *>calloc(pool.num_blocks, sizeof(uint8_t))
         self.num_blocks, self.num_rules = pool.num_blocks, max(len(pool.rules), 1)
         self.state = <uint8_t *>calloc(self.num_rules * pool.num_blocks, sizeof(uint8_t))
+        self.floats_from = <int16_t *>calloc(self.num_rules * pool.num_blocks, sizeof(int16_t))
         self.holders = <int32_t *>calloc(self.num_rules * pool.num_blocks, sizeof(int32_t))
         self.held = [{} for _ in range(self.num_rules)]
-        if self.written == NULL or self.state == NULL or self.begins == NULL or self.holders == NULL:
+        if self.written == NULL or self.begins == NULL or self.state == NULL or self.floats_from == NULL or self.holders == NULL:
             raise MemoryError("cannot allocate the state of a scheduler's blocks")
 
     def __dealloc__(self):
         free(self.written)
         free(self.state)
         free(self.begins)
+        free(self.floats_from)
         free(self.holders)
 
     cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1:
@@ -73,7 +75,7 @@ cdef class SchedulerBlocks:
         cdef dict ends = {block: (end, first == 0, index) for block, index, first, end in writes}
         self._check_read(batch, ends)
         for block, index, first, end in writes:
-            needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, 0 if self._is_coded(block) else first, end)
+            needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, 0 if self.pool.seals and self._is_coded(block) else first, end)
         if needed:  # those that stay lie in a slab apart from those of prompts, which are soon released
             self.pool.floats.pieces.ensure(min(needed, batch.num_sequences * (2 * self.pool.floats.per_block + 2)))
             self.pool.floats.pieces.ensure(needed)
@@ -86,6 +88,8 @@ cdef class SchedulerBlocks:
             self.pool.floats.open(-1, block, index, first, end)
             self.written[block], self.begins[block] = <int16_t>end, index == 0
             for rule in range(self.num_rules):
+                if first == 0 or self._state_of(rule)[block] == CODES:
+                    self.floats_from[rule * self.num_blocks + block] = 0 if self._seals(rule) else <int16_t>first
                 self._state_of(rule)[block] = SEALED if end == self.pool.block_size else OPEN
         batch.filled, batch.num_starts = self._starts_first([block for block, _, _, end in writes if end == self.pool.block_size])
         for rule in range(len(self.pool.rules)):
@@ -197,7 +201,7 @@ cdef class SchedulerBlocks:
                 if offset > self.written[block]:
                     raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block}, and only "
                                      f"{self.written[block]} were written before it")
-                if offset and self.written[block] == size and self._is_coded(block):
+                if offset and self.pool.seals and self.written[block] == size and self._is_coded(block):
                     raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block} again, and its tokens have "
                                      f"codes alone: go back to its first token")
                 writes.append((block, position // size, offset, end))
@@ -218,7 +222,7 @@ cdef class SchedulerBlocks:
                                      f"them were written")
                 if index or not self.pool.has_sinks:
                     continue
-                if not (self.pool.seals or at == 0 if is_new else self.pool.floats.num_pieces(block)):
+                if not (self.pool.keeps_newest or at == 0 if is_new else self.pool.floats.num_pieces(block)):
                     raise ValueError(f"block_table begins sequence {i} with block {block}, which was not written as the first of a "
                                      f"sequence")
         return 0
@@ -226,6 +230,10 @@ cdef class SchedulerBlocks:
     cdef uint8_t *_state_of(self, int rule) noexcept:
         """The row of `state`."""
         return self.state + rule * self.num_blocks
+
+    cdef bint _seals(self, int rule) noexcept:
+        """Whether layers with this rule seal blocks, which have more tokens than a piece."""
+        return rule < len(self.pool.rules) and self.pool.rules[rule][1] > KV_PIECE
 
     cdef bint _is_coded(self, int32_t block) noexcept:
         """Whether a block has codes alone for all layers."""
@@ -248,7 +256,7 @@ cdef class SchedulerBlocks:
     cdef int _seal(self, int rule, list full) except -1:
         """Encode the tokens of some open blocks that have been written, from their float rows."""
         blocks, num_starts = self._starts_first(full)
-        if blocks:
+        if blocks and self._seals(rule):
             self.pool.floats.seal(blocks, num_starts, self.written, -1, rule)
         return 0
 
@@ -258,8 +266,8 @@ cdef class SchedulerBlocks:
         return starts + [block for block in blocks if not self.begins[<int32_t>block]], len(starts)
 
     cdef list _going_on(self, int rule, PreparedBatch batch):
-        """For each row: the first block that it reads as float rows, and the blocks that its sequence held after the last step. Found
-        sequences leave `held`. A row without a sequence is a fork of one that holds its newest known block, or reads codes. If two rows
+        """For each row: the position from which on it may read float rows, and the blocks that its sequence held after the last step.
+        Found sequences leave `held`. A row without a sequence is a fork of one that holds its newest known block, or reads codes. If two rows
         could go on with one sequence, the first does."""
         cdef Py_ssize_t size = self.pool.block_size, i, index, done
         cdef list blocks, first = [], forks
@@ -270,33 +278,33 @@ cdef class SchedulerBlocks:
             # none of these has ended, and its block was given to this row.
             for index in range((batch.lens[i] + size - 1) // size - 1, max(0, done - 1) // size - 1, -1):
                 place = batch.table[i, index], index
-                blocks = held.get(place)
-                if (blocks is not None and place not in places and (index + 1 - len(blocks)) * size < done
+                begin, blocks = held.get(place, (0, []))
+                if (blocks and place not in places and (index + 1 - len(blocks)) * size < done
                         and blocks == _row(batch, i, index + 1 - len(blocks), index + 1)):
                     places[place] = i
-                    first.append(index + 1 - len(blocks))
+                    first.append(min(begin, done))
                     break
             else:
                 known = batch.table[i, done // size - 1] if done >= size else None
-                forks = [end + 1 - len(blocks) for (_, end), blocks in held.items() if known in blocks]
-                first.append(min(forks, default=done // size))
+                forks = [begin for begin, blocks in held.values() if known in blocks]
+                first.append(min(forks, default=done // size * size))
         going_on = [[begin, []] for begin in first]
         for place, i in places.items():
-            going_on[i][1] = held.pop(place)
+            going_on[i][1] = held.pop(place)[1]
         return going_on
 
     cdef int _forget_behind(self, int rule, set anew) except -1:
         """Let no sequence hold blocks that begin anew, and the blocks after them, whose tokens it has lost."""
         cdef list blocks
         cdef dict held = self.held[rule]
-        for place in [place for place, blocks in held.items() if not anew.isdisjoint(blocks)] if anew else ():
-            blocks = held.pop(place)
+        for place in [place for place, (_, blocks) in held.items() if not anew.isdisjoint(blocks)] if anew else ():
+            begin, blocks = held.pop(place)
             for count in range(len(blocks)):
                 if blocks[count] in anew:
                     break
             place = blocks[count - 1], place[1] - len(blocks) + count
             if count and place not in held:
-                held[place], blocks = blocks[:count], blocks[count:]
+                held[place], blocks = (begin, blocks[:count]), blocks[count:]
             self._let_go(rule, blocks, anew)
         return 0
 
@@ -313,10 +321,10 @@ cdef class SchedulerBlocks:
             if blocks:
                 for block in blocks:
                     self.holders[rule * self.num_blocks + block] += 1
-                before.append(held.pop((blocks[-1], end - 1), []))  # of a row with the same tokens
-                held[blocks[-1], end - 1] = blocks
+                before.append(held.pop((blocks[-1], end - 1), (0, []))[1])  # of a row with the same tokens
+                held[blocks[-1], end - 1] = batch.floats_begin[rule, i], blocks
         while len(held) > max(max_num_seqs, batch.num_sequences):
-            before.append(held.pop(next(iter(held))))
+            before.append(held.pop(next(iter(held)))[1])
         for blocks in before:
             some |= self._let_go(rule, blocks, ())
         if some:  # the rest may lie after all that was released
@@ -343,19 +351,22 @@ cdef class SchedulerBlocks:
         for block in idle:
             state[block] = CODES
             if self._is_coded(block):
-                self.pool.floats.release_sealed(block, self.begins[block])
+                self.pool.floats.release_coded(block, self.begins[block], self.pool.block_size)
                 some = True
         return some
 
     cdef int _set_begins(self, int rule, PreparedBatch batch, list going_on) except -1:
         """From which position on all tokens of each sequence have float rows."""
-        cdef Py_ssize_t size = self.pool.block_size, i, index, begin, open_tokens = self.pool.rules[rule]
+        cdef Py_ssize_t size = self.pool.block_size, i, index, begin, open_tokens, border
+        cdef int32_t block
         cdef uint8_t *state = self._state_of(rule)
+        open_tokens, border = self.pool.rules[rule]
         for i in range(batch.num_sequences):
-            begin = max(coded_at(_tokens_before(batch, i), open_tokens, size) // size, <Py_ssize_t>going_on[i][0])
-            for index in range((batch.lens[i] + size - 1) // size - 1, begin - 1, -1):
-                if state[batch.table[i, index]] == CODES:
-                    begin = index + 1
+            begin = max(coded_at(_tokens_before(batch, i), open_tokens, border), <Py_ssize_t>going_on[i][0])
+            for index in range((batch.lens[i] + size - 1) // size - 1, begin // size - 1, -1):
+                block = batch.table[i, index]
+                if state[block] == CODES or self.floats_from[rule * self.num_blocks + block]:
+                    begin = max(begin, index * size + (size if state[block] == CODES else self.floats_from[rule * self.num_blocks + block]))
                     break
-            batch.floats_begin[rule, i] = <int32_t>(begin * size)
+            batch.floats_begin[rule, i] = <int32_t>begin
         return 0

@@ -8,7 +8,7 @@ from kvfast.storage.memory.block_memory cimport BlockMemory
 cdef class FloatRows:
     cdef BlockMemory pieces            # blocks of KV_PIECE tokens
     cdef int per_block                 # pieces of a block
-    cdef bint seals                    # whether some layers seal blocks
+    cdef bint keeps_newest             # whether some layers keep newest tokens as floats
     cdef bint has_sinks                # whether some layers keep their first tokens as floats
     cdef Py_ssize_t num_layers
     cdef kv_layout *layouts            # (num_layers,) of the blocks; their memory owns these rows
@@ -31,7 +31,7 @@ cdef class FloatRows:
     cdef Py_ssize_t first_patch(self, int32_t block) noexcept nogil
     cdef int forget(self, int32_t block) except -1
     cdef int release(self, int32_t block, int first) except -1
-    cdef int release_sealed(self, int32_t block, bint is_first) except -1
+    cdef int release_coded(self, int32_t block, bint is_first, Py_ssize_t last) except -1
     cdef int seal(self, list blocks, int num_starts, const int16_t *written, Py_ssize_t layer, int rule) except -1
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int move_down(self, int32_t block) except -1

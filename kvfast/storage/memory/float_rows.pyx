@@ -18,7 +18,7 @@ from kvfast.codec.formats import floats_of
 cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
     """The offsets first to last of a sequence's block `index` that need float rows before the given offsets, which may lie
     outside of the block, are written."""
-    if rows.seals:
+    if rows.keeps_newest:
         first[0], last[0] = max(first[0], <Py_ssize_t>0), min(last[0], <Py_ssize_t>rows.per_block * KV_PIECE)
     else:
         first[0], last[0] = 0, KV_PIECE if index == 0 else 0
@@ -27,12 +27,13 @@ cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py
 cdef class FloatRows:
     """The life of a pool's blocks, and the pieces of their float rows, which are blocks of a BlockMemory of their own.
 
-    If blocks are sealed, all new tokens get float rows (`open`). A full block gets codes, too (`seal`), and loses the rows when no
-    query reads them any more (`release_sealed`). Tokens can be appended to what is left of it when it has rows again (`restore`). A
-    block is patched if its new tokens do not fit its statistics: these keep their rows. `TokenLife` knows which tokens of a
-    sequence are how far, and `SchedulerBlocks` knows it of blocks whose sequences it is not told.
+    If newest tokens are floats, all new tokens get float rows (`open`), and lose them when no query reads them any more
+    (`release_coded`). Where blocks are sealed, their tokens have no codes before a block is full (`seal`), and tokens can be appended
+    to what is left of it when it has rows again (`restore`). A block is patched if its new tokens do not fit its statistics: these
+    keep their rows. `TokenLife` knows which tokens of a sequence are how far, and `SchedulerBlocks` knows it of blocks whose sequences
+    it is not told.
 
-    If blocks are not sealed, only the first tokens of a sequence get float rows, and keep them.
+    Otherwise only the first tokens of a sequence get float rows, and keep them.
     """
 
     def __dealloc__(self):
@@ -160,10 +161,10 @@ cdef class FloatRows:
         """Release the pieces of a block from its piece `first` on."""
         return self._release_range(block, first, self.per_block)
 
-    cdef int release_sealed(self, int32_t block, bint is_first) except -1:
-        """Release the pieces of a sealed block, as far as all of their tokens have codes. The first block of a sequence keeps those
-        that always are floats."""
-        return self._release_range(block, 1 if is_first and self.has_sinks else 0, self.first_patch(block) // KV_PIECE)
+    cdef int release_coded(self, int32_t block, bint is_first, Py_ssize_t last) except -1:
+        """Release the pieces of a block before offset `last`, as far as all of their tokens have codes. The first block of a sequence
+        keeps those that always are floats."""
+        return self._release_range(block, 1 if is_first and self.has_sinks else 0, min(last, self.first_patch(block)) // KV_PIECE)
 
     cdef int seal(self, list blocks, int num_starts, const int16_t *written, Py_ssize_t layer, int rule) except -1:
         """Encode full blocks of a layer, or with -1 of all, as a whole, from the float rows of their tokens; see `seal_blocks`. A block
@@ -292,7 +293,7 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
     if self.kept_codes == NULL:
         raise MemoryError("cannot allocate the float rows of a pool")
     for i in range(self.num_layers):
-        self.seals |= self.layouts[i].seals
+        self.keeps_newest |= self.layouts[i].open_tokens > 0
         self.has_sinks |= self.layouts[i].float_tokens > 0
         if formats[i] is not None:
             self.layouts[i].floats = self.pieces.layouts + i

@@ -35,10 +35,12 @@ cdef class BlockPool(BlockMemory):
         cdef Py_ssize_t i
         for i in range(self.num_layers):
             self.seals |= self.layouts[i].seals
+            self.keeps_newest |= self.layouts[i].open_tokens > 0
             self.has_sinks |= self.layouts[i].float_tokens > 0
-        self.rules = tuple(sorted({self.layouts[i].open_tokens for i in range(self.num_layers) if self.layouts[i].seals}))
+        rules = [(self.layouts[i].open_tokens, self.layouts[i].border) for i in range(self.num_layers)]
+        self.rules = tuple(sorted({rule for rule in rules if rule[0]}))
         for i in range(self.num_layers):
-            self.layouts[i].rule = self.rules.index(self.layouts[i].open_tokens) if self.layouts[i].seals else -1
+            self.layouts[i].rule = self.rules.index(rules[i]) if self.layouts[i].open_tokens else -1
         self.floats = float_rows_of(self)
         self.to_release = []
         self.workspace = Workspace()

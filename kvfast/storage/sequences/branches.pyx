@@ -111,7 +111,10 @@ cdef int _check_moves(SequenceStorage storage, BlockTable table, Py_ssize_t firs
                          f"truncate(n, keep=...) before advance; or {again}")
     for layer in range(table.pool.num_layers):
         layout = table.pool.layouts + layer
-        if not layout.seals and first < layout.float_tokens:  # beyond its piece, a token has no float row to take along
+        if layout.open_tokens and first < table.life.begins[layer]:
+            raise ValueError(f"keep cannot move a token to position {first + storage.base}, which layer {layer} reads as codes: call "
+                             f"truncate(n, keep=...) before advance; or {again}")
+        if layout.open_tokens == 0 and first < layout.float_tokens:  # beyond its piece, a token has no float row to take along
             raise ValueError(f"keep cannot move a token to position {first + storage.base}, as layer {layer} keeps the first "
                              f"{layout.float_tokens} tokens as floats: {again}")
     return 0

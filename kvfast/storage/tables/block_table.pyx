@@ -64,7 +64,7 @@ cdef class BlockTable:
         """Count tokens as complete."""
         self.length += n
         self.release_evicted()
-        if self.pool.seals:
+        if self.pool.keeps_newest:
             self.life.release_float_rows(self.length)
         return 0
 
@@ -124,7 +124,7 @@ cdef class BlockTable:
         """Whether there is nothing to do before a layer's positions first to last are written."""
         cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
         cdef int32_t block
-        if end > self.map.end() or self.life.begins[layer] % size:
+        if end > self.map.end() or self.pool.layouts[layer].seals and self.life.begins[layer] % size:
             return False
         for index in range(first // size, end):
             block = self.map.block(index)

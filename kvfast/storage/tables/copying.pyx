@@ -35,12 +35,15 @@ cdef class CopyPlan:
 
 cdef CopyPlan plan_copy(BlockTable target, BlockTable source):
     cdef CopyPlan plan = CopyPlan.__new__(CopyPlan)
+    cdef Py_ssize_t size, first, gap
     plan.codes, plan.layers = slots_with_codes(source), source.life.layers()
-    if target.pool.block_size == source.pool.block_size:
-        plan.pieces = source.life.pieces()
-    else:  # only the start of the sequence has float rows: tables that seal blocks have the same block size
-        starts = target.pool.has_sinks and source.longest() and (target.map.sink_blocks or target.skipped_of(source) == 0)
-        plan.pieces = [0] if starts else []
+    plan.pieces = source.life.pieces()
+    if target.pool.block_size != source.pool.block_size:
+        size, first, gap = target.pool.block_size, target.map.sink_blocks, target.skipped_of(source)
+        kept = {position for position in plan.pieces if not first <= position // size < first + gap}
+        if target.pool.has_sinks and source.longest() and (first or gap == 0):
+            kept.add(0)
+        plan.pieces = sorted(kept)
     return plan
 
 
@@ -64,6 +67,7 @@ cdef int copy_table(BlockTable source, BlockTable target, CopyPlan plan, bint ma
     """Make `target` equal to `source`, a table of another pool, with a copy of its tokens. Call `reserve` before."""
     target._exchange(blocks_for(target, source))
     target.copy_resume_state(source)
+    target.life.raise_to(target.map.gap_end() * target.pool.block_size)
     if source.pool.block_size != target.pool.block_size and (source.map.skipped or target.map.skipped):
         _copy_held(source, target)
     else:

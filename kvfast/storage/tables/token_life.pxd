@@ -17,6 +17,7 @@ cdef class TokenLife:
 
     cdef void _sum_up(self) noexcept nogil
     cdef Py_ssize_t longest(self) noexcept nogil
+    cdef Py_ssize_t _coded_at(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil
     cdef Py_ssize_t codes_end(self, Py_ssize_t layer) noexcept nogil
     cdef Py_ssize_t kept_codes_of_cut(self, Py_ssize_t layer) except -1
     cdef Py_ssize_t slots_with_codes(self, Py_ssize_t layer) except -1
@@ -40,6 +41,3 @@ cdef class TokenLife:
     cdef dict saved(self)
     cdef list saved_layers(self, dict state)
     cdef dict check_saved(self, Py_ssize_t length, dict state)
-
-
-cdef Py_ssize_t coded_at(Py_ssize_t length, Py_ssize_t open_tokens, Py_ssize_t block_size) noexcept nogil

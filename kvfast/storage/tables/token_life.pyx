@@ -4,14 +4,10 @@ from libc.stdint cimport int32_t
 from libc.stdlib cimport abs, calloc, free
 from libc.string cimport memcpy
 
+from kvfast.codec.blocks cimport coded_at
 from kvfast.core.checks cimport check_count
 from kvfast.core.limits cimport KV_PIECE, KV_UNLIMITED
 from kvfast.storage.tables.block_map cimport BlockMap
-
-
-cdef Py_ssize_t coded_at(Py_ssize_t length, Py_ssize_t open_tokens, Py_ssize_t block_size) noexcept nogil:
-    """Number of first tokens of a sequence of `length` tokens that a layer with these `open_tokens` needs no float rows of."""
-    return (length - open_tokens) // block_size * block_size if length > open_tokens else 0
 
 
 cdef class TokenLife:
@@ -28,10 +24,12 @@ cdef class TokenLife:
 
     cdef void _sum_up(self) noexcept nogil:
         cdef Py_ssize_t i
-        self.floats_begin, self.cut_end = KV_UNLIMITED if self.pool.seals else 0, 0
+        self.floats_begin, self.cut_end = KV_UNLIMITED if self.pool.keeps_newest else 0, 0
         for i in range(self.pool.num_layers):
+            if self.pool.layouts[i].open_tokens:
+                self.floats_begin = min(self.floats_begin, self.begins[i])
             if self.pool.layouts[i].seals:
-                self.floats_begin, self.cut_end = min(self.floats_begin, self.begins[i]), max(self.cut_end, self.begins[i])
+                self.cut_end = max(self.cut_end, self.begins[i])
 
     cdef Py_ssize_t longest(self) noexcept nogil:
         """Tokens of the longest layer."""
@@ -40,6 +38,9 @@ cdef class TokenLife:
             longest = max(longest, self.lengths[i])
         return longest
 
+    cdef Py_ssize_t _coded_at(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil:
+        return coded_at(length, self.pool.layouts[layer].open_tokens, self.pool.layouts[layer].border)
+
     cdef Py_ssize_t codes_end(self, Py_ssize_t layer) noexcept nogil:
         """If a layer seals blocks, number of its first tokens with codes."""
         return max(self.begins[layer], self.lengths[layer] // self.pool.block_size * self.pool.block_size)
@@ -47,7 +48,7 @@ cdef class TokenLife:
     cdef Py_ssize_t kept_codes_of_cut(self, Py_ssize_t layer) except -1:
         """Number of a layer's tokens from `begins` on, in a block that was cut, whose old codes are used again when it fills up."""
         cdef Py_ssize_t begin = self.begins[layer], longest = self.longest()
-        if begin % self.pool.block_size or begin >= longest:
+        if not self.pool.layouts[layer].seals or begin % self.pool.block_size or begin >= longest:
             return 0
         if self.map.count == 0:
             return self.planned[layer]["kept_codes"]
@@ -63,14 +64,16 @@ cdef class TokenLife:
     cdef bint is_cut(self, Py_ssize_t layer, Py_ssize_t index) noexcept nogil:
         """Whether this is a sealed block of a layer, or with -1 of any, that was cut, which must be opened again before others can
         follow."""
-        cdef Py_ssize_t end = self.cut_end if layer < 0 else self.begins[layer]
+        cdef Py_ssize_t end = self.cut_end
+        if layer >= 0:
+            end = self.begins[layer] if self.pool.layouts[layer].seals else 0
         return end % self.pool.block_size and index == end // self.pool.block_size
 
     cdef bint just_counts(self, Py_ssize_t length) noexcept nogil:
         """Whether a sequence that has grown to `length` releases no float rows."""
         cdef Py_ssize_t i
-        for i in range(self.pool.num_layers if self.pool.seals else 0):
-            if self.pool.layouts[i].seals and coded_at(length, self.pool.layouts[i].open_tokens, self.pool.block_size) > self.begins[i]:
+        for i in range(self.pool.num_layers if self.pool.keeps_newest else 0):
+            if self.pool.layouts[i].open_tokens and self._coded_at(i, length) > self.begins[i]:
                 return False
         return True
 
@@ -90,10 +93,10 @@ cdef class TokenLife:
         """Release the float rows that no query reads any more."""
         cdef Py_ssize_t size = self.pool.block_size, index, i, before = self.floats_begin
         for i in range(self.pool.num_layers):
-            if self.pool.layouts[i].seals:
-                self.begins[i] = max(self.begins[i], coded_at(length, self.pool.layouts[i].open_tokens, size))
+            if self.pool.layouts[i].open_tokens:
+                self.begins[i] = max(self.begins[i], self._coded_at(i, length))
         self.raise_to(self.map.gap_end() * size)
-        self._release(before // size, self.floats_begin // size)
+        self._release(before, self.floats_begin)
         if self.floats_begin > before:
             # The float rows of the newest tokens of a prompt lie after all that were released.
             for index in range(self.floats_begin // size, (length + size - 1) // size):
@@ -102,27 +105,31 @@ cdef class TokenLife:
         return 0
 
     cdef int settle(self, Py_ssize_t length) except -1:
-        """Let queries read full blocks by their codes alone, as no more tokens follow."""
-        cdef Py_ssize_t size = self.pool.block_size, before = self.floats_begin
-        if self.pool.seals:
-            self.raise_to(length // size * size)
-            self._release(before // size, length // size)
+        """Let queries read tokens by their codes alone, as far as they have any, as no more tokens follow."""
+        cdef Py_ssize_t before = self.floats_begin, i
+        if self.pool.keeps_newest:
+            for i in range(self.pool.num_layers):
+                if self.pool.layouts[i].open_tokens:
+                    self.begins[i] = max(self.begins[i], length & -self.pool.block_size if self.pool.layouts[i].seals else length)
+            self._sum_up()
+            self._release(before, self.floats_begin)
         return 0
 
     cdef void raise_to(self, Py_ssize_t position) noexcept nogil:
         """Let the tokens below `position` have codes alone."""
         cdef Py_ssize_t i
         for i in range(self.pool.num_layers):
-            if self.pool.layouts[i].seals:
+            if self.pool.layouts[i].open_tokens:
                 self.begins[i] = max(self.begins[i], position)
         self._sum_up()
 
     cdef int _release(self, Py_ssize_t first, Py_ssize_t last) except -1:
-        """Release the float rows of sealed blocks. A fork or a snapshot may still read them. Then they are released with the block."""
-        cdef Py_ssize_t index
-        for index in range(first, last):
+        """Release the float rows of the positions first to last, which have codes, in whole pieces. A fork or a snapshot may still read
+        them. Then they are released with the block."""
+        cdef Py_ssize_t size = self.pool.block_size, index
+        for index in range(first // size, (last + size - 1) // size):
             if self.map.keeps(index) and self.pool.owners[self.map.block(index)] == 1:
-                self.pool.floats.release_sealed(self.map.block(index), index == 0)
+                self.pool.floats.release_coded(self.map.block(index), index == 0, min(last - index * size, size))
         return 0
 
     cdef int reopen(self, Py_ssize_t layer) except -1:
@@ -140,18 +147,16 @@ cdef class TokenLife:
         """The sequence was cut to `length` tokens. If these are all that a layer had in a block before it was opened again, its codes
         are read, whoever shares its float rows."""
         cdef Py_ssize_t size = self.pool.block_size, begin = length // size * size, i
-        cdef int32_t block = self.map.block(begin // size) if self.pool.seals and begin < length else -1
-        for i in range(self.pool.num_layers if self.pool.seals else 0):
-            if not self.pool.layouts[i].seals:
-                continue
+        cdef int32_t block = self.map.block(begin // size) if self.pool.keeps_newest and begin < length else -1
+        for i in range(self.pool.num_layers if self.pool.keeps_newest else 0):
             self.begins[i] = min(self.begins[i], length)
-            if block >= 0 and self.begins[i] == begin and abs(self.pool.floats.kept_codes[i][block]) >= length - begin:
+            if block >= 0 and self.pool.layouts[i].seals and self.begins[i] == begin and abs(self.pool.floats.kept_codes[i][block]) >= length - begin:
                 self.begins[i] = length
                 if self.pool.owners[block] == 1:
                     self.pool.floats.set_kept_codes(i, block, 0)
         self._sum_up()
         if block >= 0 and self.floats_begin == length and self.pool.owners[block] == 1:
-            self.pool.floats.release_sealed(block, begin == 0)
+            self.pool.floats.release_coded(block, begin == 0, size)
         return 0
 
     cdef int take(self, const Py_ssize_t *begins) except -1:
@@ -161,9 +166,9 @@ cdef class TokenLife:
         return 0
 
     cdef list listed(self):
-        """`begins`; None for layers that do not seal blocks."""
+        """`begins`; None for layers that do not keep newest tokens as floats."""
         cdef Py_ssize_t i
-        return [self.begins[i] if self.pool.layouts[i].seals else None for i in range(self.pool.num_layers)]
+        return [self.begins[i] if self.pool.layouts[i].open_tokens else None for i in range(self.pool.num_layers)]
 
     cdef int set_begins(self, list begins) except -1:
         """Take over `begins`, as `listed`."""
@@ -177,7 +182,7 @@ cdef class TokenLife:
         """First positions of the pieces of float rows that the sequence reads, or will read."""
         cdef Py_ssize_t size = self.pool.block_size, longest = self.longest(), layer
         first = [0] if self.pool.has_sinks and longest > 0 and (self.map.skipped == 0 or self.map.sink_blocks) else []
-        if not self.pool.seals:
+        if not self.pool.keeps_newest:
             return first
         patched = {}
         for layer in range(self.pool.num_layers):
@@ -206,11 +211,11 @@ cdef class TokenLife:
         return patches
 
     cdef list layers(self):
-        """The state of each layer that seals blocks; None for the others."""
+        """The state of each layer that keeps newest tokens as floats; None for the others."""
         cdef Py_ssize_t layer
         cdef list patches, layers = [None] * self.pool.num_layers
         for layer in range(self.pool.num_layers):
-            if self.pool.layouts[layer].seals:
+            if self.pool.layouts[layer].open_tokens:
                 patches = self.patches(layer)
                 layers[layer] = {"floats_begin": self.begins[layer], "kept_codes": self.kept_codes_of_cut(layer)}
                 layers[layer] |= {"patches": patches} if patches else {}
@@ -220,7 +225,7 @@ cdef class TokenLife:
         """Take over `layers`, once the blocks are there."""
         cdef Py_ssize_t layer, index, kept_codes
         cdef dict state
-        for layer in range(self.pool.num_layers if self.pool.seals else 0):
+        for layer in range(self.pool.num_layers if self.pool.keeps_newest else 0):
             state = layers[layer]
             if state is None:
                 continue
@@ -241,28 +246,32 @@ cdef class TokenLife:
         """`layers` of what `saved` returned."""
         cdef Py_ssize_t i
         states = iter(state.get("layers", [state] * self.pool.num_layers))
-        return [next(states) if self.pool.layouts[i].seals else None for i in range(self.pool.num_layers)]
+        return [next(states) if self.pool.layouts[i].open_tokens else None for i in range(self.pool.num_layers)]
 
     cdef dict check_saved(self, Py_ssize_t length, dict state):
-        """Check the entries of `state` about sealed blocks; returns the other entries."""
-        cdef Py_ssize_t i, sealing = 0
-        if not self.pool.seals:
+        """Check the entries of `state` about newest tokens and sealed blocks; returns the other entries."""
+        cdef Py_ssize_t i, count = 0
+        if not self.pool.keeps_newest:
             return state
         for i in range(self.pool.num_layers):
-            sealing += self.pool.layouts[i].seals
+            count += self.pool.layouts[i].open_tokens > 0
         layers = state.get("layers")
-        if layers is not None and (len(layers) != sealing or layers.count(layers[0]) == sealing):
-            raise ValueError(f"layers must be {sealing} that differ, one for each layer of the table that seals blocks")
+        if layers is not None and (len(layers) != count or layers.count(layers[0]) == count):
+            raise ValueError(f"layers must be {count} that differ, one for each layer of the table that keeps newest tokens as floats")
         for i, one in enumerate(self.saved_layers(state)):
             if one is not None:
-                self._check_layer(self.pool.layouts[i].open_tokens, length, one)
+                self._check_layer(i, length, one)
         names = ("layers",) if layers is not None else ("floats_begin", "kept_codes", "patches")
         return {name: value for name, value in state.items() if name not in names}
 
-    def _check_layer(self, Py_ssize_t open_tokens, Py_ssize_t length, dict state):
+    def _check_layer(self, Py_ssize_t layer, Py_ssize_t length, dict state):
         cdef Py_ssize_t size = self.pool.block_size, floats_begin, last = -1, blocks
         # Tokens that no query reads as floats have no float rows. So few tokens have them, however long the file claims to be.
-        floats_begin = check_count(state.get("floats_begin"), "floats_begin", coded_at(length, open_tokens, size), length)
+        floats_begin = check_count(state.get("floats_begin"), "floats_begin", self._coded_at(layer, length), length)
+        if not self.pool.layouts[layer].seals:
+            if check_count(state.get("kept_codes"), "kept_codes", 0, 0) or "patches" in state:
+                raise ValueError("a layer whose tokens all have codes has no patches")
+            return
         if floats_begin != length and floats_begin % size:
             raise ValueError(f"floats_begin must be all {length} tokens or a multiple of the block size {size}, got {floats_begin}")
         check_count(state.get("kept_codes"), "kept_codes", 0, min(length - floats_begin, size))

@@ -96,9 +96,7 @@ CACHES = {
     "int3, a ring": lambda rng: fill(make("ring with sinks", "int3"), rng, 444),
     "int3, cut": lambda rng: cut(make("growing", kvfast.KVFormat("int3", per_channel=True)), rng, 150, loud=50),
     "recent": lambda rng: fill(make("growing", "k8v4-recent"), rng, 150),
-    "recent, a ring": lambda rng: fill(
-        make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_float_tokens=48)), rng, 333
-    ),
+    "recent, a ring": lambda rng: fill(make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_float_tokens=48)), rng, 333),
     "empty": lambda rng: make("growing"),
     "states": lambda rng: with_states(kvfast.KVCache(LAYERS, HEADS, DIM, dtype="int8", max_state_bytes=1 << 20), rng),
     "states, a ring": lambda rng: with_states(kvfast.RingKVCache(LAYERS, HEADS, DIM, 40, max_state_bytes=1 << 20), rng),

@@ -2,8 +2,10 @@
    tiles8/products.inc.h. Both turn scores into weights and read a tile in the same way, which is in tiles8. */
 #ifdef KV_MATRIX
 #define KV_TILE_UNIT 1
+#define KV_KEEP_AWAKE _tile_dpbssd(0, 1, 2)
 #else
 #define KV_TILE_UNIT 0
+#define KV_KEEP_AWAKE (void)0
 #endif
 #include "tiles8/operands.inc.h"
 #include "tiles_bf16/operands.inc.h"

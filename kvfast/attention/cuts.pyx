@@ -161,7 +161,8 @@ cdef Py_ssize_t _choose_block(const kv_call *call, Py_ssize_t panels, Py_ssize_t
     bit of a row depends on the other rows of its block.
     """
     cdef const kv_given *given = <const kv_given *>call.given
-    cdef Py_ssize_t most = KV_MAX_PANELS if not call.kernels.has_matrix else KV_MATRIX_PANELS
+    cdef bint few = call.kernels.has_matrix and given.layout.k.family != KV_FLOAT_ROWS  # float rows take longer to lay out
+    cdef Py_ssize_t most = KV_MATRIX_PANELS if few else KV_MAX_PANELS
     cdef Py_ssize_t operands = LATENT_OPERANDS if given.layout.latent else OPERANDS
     cdef Py_ssize_t tasks = given.layout.num_kv_heads * runs, threads = max(1, given.request.threads)
     cdef Py_ssize_t size = most, best = most, least_time = 0, blocks, rounds, time

@@ -25,7 +25,7 @@ enum {
     KV_MAX_ROPE_DIM = 128, /* width of the rotary part of latent rows: two tiles of a matrix unit */
     KV_QUAD = 4,           /* query rows whose activations are interleaved */
     KV_MAX_PANELS = 32,    /* most panels of KV_ROWS query rows that share the operands of a tile, as words */
-    KV_MATRIX_PANELS = 16, /* the same for a matrix unit */
+    KV_MATRIX_PANELS = 16, /* the same for a matrix unit that reads codes */
     KV_TASK_ROWS = KV_ROWS * KV_MAX_PANELS, /* most query rows of a task */
     KV_MAX_CENTROIDS = 256 /* of a codebook: codes are bytes */
 };

@@ -18,7 +18,7 @@ from kvfast import evaluation, llama
 from kvfast.tools.cli.bench.json_file import write_json
 
 TEXTS = ("austen", "python", "german", "chinese")
-FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "int4-recent", "k4v3", "int3", "int2")
+FORMATS = ("int8", "int8-centred", "int8-rotated", "k8v4", "k8v4-rotated", "int4", "int4-recent", "k4v3", "int3", "int2")
 CALIBRATED = ("int4", "int3", "int2")
 CALIBRATION_TOKENS = 3072
 FLOATS = {"num_first_float_tokens": 4, "num_recent_float_tokens": 16}  # as int4 has them

@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 50_345,
+    "kvfast": 50_380,
     "kvfast/attention": 4_165,
     "kvfast/caches": 3_170,
-    "kvfast/codec": 2_625,
+    "kvfast/codec": 2_640,
     "kvfast/compression": 1_970,
     "kvfast/core": 2_920,
     "kvfast/engines": 7_690,
@@ -27,9 +27,9 @@ MOST = {
     "kvfast/planning": 1_895,
     "kvfast/prompts": 3_030,
     "kvfast/simd": 8_230,
-    "kvfast/storage": 6_145,
+    "kvfast/storage": 6_160,
     "kvfast/tools": 5_050,
-    "tests": 43_850,
+    "tests": 43_870,
     "docs": 3_500,
 }
 MOST_OF_A_GUIDE = 100

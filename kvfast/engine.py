@@ -5,7 +5,7 @@
   `common_length`, `Rate`, `Writer`, `Store`, `open_store`. The keys of prompts cover `FILE_VERSION`, and `files_digest` of weights.
 - Versions of other libraries: `installed_version`, `minor_of`, `missing`, `versions_text`; `difference`, the trial of one that was not
   tested.
-- Models and formats: `read_shape`, `key_bias_note`, `formats_of`, `floats_of`, `MAX_FLOAT_TOKENS`, `VLLM_FORMATS`, `vllm_format`.
+- Models and formats: `read_shape`, `key_bias_note`, `formats_of`, `floats_of`, `codes_alone`, `MAX_FLOAT_TOKENS`, `VLLM_FORMATS`, `vllm_format`.
 - Arrays: `as_array`, `as_numpy`, `as_float32`, `aligned`. Checks: `as_integer`, `check_block_size`, `check_flag`, `check_size`,
   `checked_token_ids`, `MAX_TOKENS`. Their texts: `each`, `one_of`, `shown`, `size_text`. Threads: `Workers`, `wait_for_any`.
 """
@@ -13,7 +13,7 @@
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.caches.foreign_memory import pool_over
 from kvfast.caches.sequence_cache import storage_in
-from kvfast.codec.formats import MAX_FLOAT_TOKENS, floats_of, formats_of
+from kvfast.codec.formats import MAX_FLOAT_TOKENS, codes_alone, floats_of, formats_of
 from kvfast.core.capabilities import difference, installed_version, minor_of, missing, versions_text
 from kvfast.core.checks import as_integer, check_block_size, check_flag, check_size, checked_token_ids
 from kvfast.core.interchange import aligned, as_array, as_float32, as_numpy
@@ -58,6 +58,7 @@ __all__ = [
     "check_flag",
     "check_size",
     "checked_token_ids",
+    "codes_alone",
     "common_length",
     "difference",
     "each",

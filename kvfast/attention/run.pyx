@@ -132,8 +132,9 @@ cdef list _notes(kv_plan *plan):
     sides = {layout.k.head_dim: layout.k.rotated}
     if not layout.latent:
         sides[layout.v.head_dim] = sides.get(layout.v.head_dim, False) or layout.v.rotated
+    stay_floats = plan.uncounted if layout.floats_of_steps and plan.uncounted > plan.given.request.q.tokens else 0
     return slow_paths.notes(sides, plan.work, plan.team.threads, plan.call.num_tasks, plan.given.request.options.num_threads or None,
-                            plan.packed, plan.uncounted if layout.open_tokens and plan.uncounted > plan.given.request.q.tokens else 0,
+                            plan.packed, stay_floats,
                             _stays_exact(layout, plan.call.kernels) if resolved(plan.given.request.options.precision) == FAST else None)
 
 

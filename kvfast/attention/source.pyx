@@ -6,19 +6,19 @@ from cpython.pyport cimport PY_SSIZE_T_MAX
 from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_split_begin,
                                      kv_stretch, kv_task, own_of)
 from kvfast.attention.tiles cimport attend_range, begin_at_first, kv_range, load, step_of, touch, touch_first_floats, touch_sinks
-from kvfast.codec.blocks cimport block_of, kv_context, kv_layout, patched_from
-from kvfast.core.limits cimport KV_TASK_ROWS
+from kvfast.codec.blocks cimport block_of, coded_at, kv_context, kv_layout, patched_from
+from kvfast.core.limits cimport KV_PIECE, KV_TASK_ROWS
 
 
 cdef Py_ssize_t floats_from(const kv_layout *layout, const kv_context *context, Py_ssize_t position) noexcept nogil:
     """First position that a query reads from float rows, apart from the start of the sequence. Where tokens have both
     codes and float rows, the query's own position decides."""
-    cdef Py_ssize_t end = min(position - layout.open_tokens, context.length)  # a segment may end before the query
     if layout.open_tokens == 0:
         return context.length
     if layout.floats_of_steps:
-        end = min(end, context.counted)
-    return max(context.floats_begin, end & -layout.border if end > 0 else 0)
+        position = min(position, context.counted + layout.open_tokens)
+    position = min(position, context.length + layout.open_tokens)  # a segment may end before the query
+    return max(context.floats_begin, coded_at(position, layout.open_tokens, layout.border))
 
 
 cdef Py_ssize_t _next_patch(const kv_layout *layout, const kv_context *context, Py_ssize_t position, Py_ssize_t end,
@@ -156,13 +156,13 @@ cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py
         sees_first = sees_first or starts[r] < min(stops[r], first)
         all_codes = max(all_codes, from_floats[r])
     # Where no row reads float rows there may be none: a cache may have been cut within a block that had released them, or
-    # a ring's window may have left the start. Tiles of float rows begin at multiples of their size, wherever a window
-    # begins: what lies before `begin` is masked.
+    # a ring's window may have left the start. Float rows begin at a piece, and panels of them at a tile; the rest is masked.
     ranges[0].end = min(all_codes, end)
     ranges[2] = kv_range(layout.floats, given.float_tile, begin, min(first, end) if sees_first else begin)
     ranges[1] = kv_range(layout.floats, given.float_tile, end, end)
     if some_floats < end:
-        ranges[1].begin = max(begin, some_floats) // given.float_tile * given.float_tile
+        ranges[1].begin = max(begin, some_floats)
+        ranges[1].begin -= ranges[1].begin % (given.float_tile if task.wide != NULL and layout.floats_of_steps else KV_PIECE)
     codes_end, position = ranges[0].end, begin
     patch = kv_range(layout.floats, given.float_tile, 0, 0)
     while True:

@@ -241,7 +241,7 @@ cdef void _attend_beside_panels(kv_task *task, const kv_range *range_, const Py_
         for r in range(panel.rows):
             if starts[r] < stops[r]:
                 seen.begin, seen.end = min(seen.begin, starts[r]), max(seen.end, stops[r])
-        seen.begin, seen.end = max(seen.begin // seen.tile * seen.tile, range_.begin), min(seen.end, range_.end)
+        seen.begin, seen.end = max(seen.begin // KV_PIECE * KV_PIECE, range_.begin), min(seen.end, range_.end)
         if seen.begin < seen.end:
             part.rows, part.options, own_of(task).prepared = panel.rows, panel.options, k
             task.kernels.prepare[k.dtype](k, panel.queries, panel.rows, given_of(task).request.options.scale, &task.narrow.queries)

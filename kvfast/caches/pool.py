@@ -104,12 +104,12 @@ class Pool(StorageProperties):
         In a pool for a model with recurrent layers, it ends with the last block after which a sequence had a checkpoint:
         ``states_at()`` of the result has the states.
 
-        A format that seals blocks (`int4`, `k4v3`, `int3`, ``-recent``) reads the newest tokens of a text as floats, and a found block
+        A format with float tokens (`int4`, `int8`, `k8v4` and others) reads the newest tokens of a text as floats, and a found block
         as codes. So the same request answered a second time, by found blocks, may differ in a few bits. `as_computed` avoids that for
         the price of one block of tokens more to compute, and of as many as the format reads as floats (for `int4` 64 and 16 tokens at
         most), and only where the prompt ends that soon after the found blocks. The queries of the prompt itself still read the found
-        tokens before them as codes, where a prompt that is computed reads floats: to have these bits, too, use a format that does not
-        seal blocks (`int8`, `k8v4`), or do not search.
+        tokens before them as codes, where a prompt that is computed reads floats: to have these bits, too, use a format without float
+        tokens (`int8-rotated`, `k8v4-rotated`), or do not search.
         """
         token_ids, salt = checked_token_ids(token_ids), checked_salt(salt)
         if check_flag(as_computed, "as_computed"):

@@ -265,9 +265,9 @@ class SequenceCache(StorageProperties):
     def k(self, layer: int) -> NDArray[np.float32]:
         """Keys of a layer, including tokens that are not yet advanced. In a spliced cache they are rotated for their positions there.
 
-        These are the keys that `attend` reads. Tokens with float rows, such as the newest of a format that seals blocks, give
-        their floats; all other tokens give decoded codes. Until `advance` releases its float rows, a token gives float16; of the
-        queries before that `advance`, later ones may read it as codes already.
+        These are the keys that `attend` reads for the last token. Tokens that it reads as floats, such as the newest of formats that keep
+        these, give their floats; all other tokens give decoded codes. Before `advance`, earlier queries may read as floats what the last
+        one reads as codes.
 
         Returns
         -------

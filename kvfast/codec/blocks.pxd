@@ -54,8 +54,9 @@ ctypedef struct kv_layout:
     bint seals                 # blocks are sealed: encoded when they are full
     Py_ssize_t open_tokens     # tokens that follow others before these are read as codes; 0: no newest tokens are floats
     Py_ssize_t border          # the newest floats begin at multiples of this: with `seals` at blocks, else at pieces
+    Py_ssize_t kept_tokens     # tokens that follow others before their float rows are released; not below `open_tokens`
     bint floats_of_steps       # with `open_tokens`: queries read all tokens of their step as float rows
-    int rule                   # number of `open_tokens` and `border` among the `rules` of a pool; -1 without `open_tokens`
+    int rule                   # number of `kept_tokens` and `border` among the `rules` of a pool; -1 without `open_tokens`
     int float_tokens
     const kv_layout *floats    # NULL: no token of this layer has float rows
     const int32_t *float_of    # (num_blocks, block_size / KV_PIECE) piece of each KV_PIECE tokens of a block, or -1
@@ -120,9 +121,9 @@ cdef inline Py_ssize_t patched_from(const kv_layout *layout, int32_t block) noex
     return -layout.kept_codes[block]
 
 
-cdef inline Py_ssize_t coded_at(Py_ssize_t length, Py_ssize_t open_tokens, Py_ssize_t border) noexcept nogil:
-    """Number of first tokens of a sequence of `length` tokens that a layer needs no float rows of; see `kv_layout`."""
-    return (length - open_tokens) & -border if length > open_tokens else 0
+cdef inline Py_ssize_t coded_at(Py_ssize_t position, Py_ssize_t num_floats, Py_ssize_t border) noexcept nogil:
+    """First position that is a float where those of `num_floats` tokens before `position` are; see `border` of `kv_layout`."""
+    return (position - num_floats) & -border if position > num_floats else 0
 
 
 cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexcept nogil:

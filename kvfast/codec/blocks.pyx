@@ -108,7 +108,7 @@ cdef int init_sides(kv_layout *layout, object fmt, int head_dim, int v_head_dim,
     layout.k.rotated, layout.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation and rope_dim != 0
     layout.k.clip_search = layout.v.clip_search = fmt.clip_search
     layout.seals, layout.open_tokens, layout.float_tokens = fmt.seals, fmt.open_tokens, fmt.num_first_float_tokens
-    layout.floats_of_steps = fmt.floats_of_steps
+    layout.floats_of_steps, layout.kept_tokens = fmt.floats_of_steps, fmt.kept_tokens
     layout.border = block_size if fmt.seals else KV_PIECE
     return 0
 

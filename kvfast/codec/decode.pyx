@@ -59,9 +59,9 @@ cdef void _decode_row(const kv_kernels *kernels, const kv_layout *layout, bint v
 
 cdef object decode_tokens(const kv_layout *layout, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values):
-    """Keys or values of tokens in all heads, float32, rotated back. Each token has a position and a slot. With
-    `open_tokens`, those from position `floats_begin` on are read from their float rows. NonFiniteInputError for codes beyond float32, which only
-    others than kvfast can have written."""
+    """Keys or values of tokens in all heads, float32, rotated back. Each token has a position and a slot. With `open_tokens`, those
+    from position `floats_begin` on are read from their float rows. NonFiniteInputError for codes beyond float32, which only others than
+    kvfast can have written."""
     cdef Py_ssize_t n = positions.shape[0], dim = side_of(layout, values).head_dim
     cdef kv_team team
     cdef kv_decode call

@@ -54,7 +54,7 @@ class KVFormat:
     num_recent_float_tokens : int
         Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16, next to their codes: a query
         reads 16 tokens as codes once this number of tokens follow them. With `centring` or `per_channel` the number is at least 16,
-        and a block is read as codes once it is full and so many tokens follow it. So at most 15, or `block_size` - 1, further tokens
+        and a block is read as codes once it is full and this number of tokens follow it. So at most 15, or `block_size` - 1, further tokens
         are float16. After a rollback of at most this many counted tokens, later blocks get the same codes. Sink tokens are read as
         codes once blocks between them and the window are gone.
     recent_by_query : bool
@@ -161,7 +161,9 @@ class KVFormat:
         elif self.recent_by_query and not self.num_recent_float_tokens:
             raise ValueError("recent_by_query is for formats with num_recent_float_tokens, centring or per_channel")
         elif self.block_size is not None:
-            raise ValueError("block_size is for centring and per_channel, which this format does not have; every cache takes one of its own")
+            raise ValueError(
+                "block_size is for centring and per_channel, which this format does not have; every cache takes one of its own"
+            )
 
     @property
     def k_dtype(self) -> str:
@@ -182,6 +184,12 @@ class KVFormat:
     def open_tokens(self) -> int:
         """Tokens that follow others before these are read as codes; 0 if no newest tokens are floats."""
         return max(self.num_recent_float_tokens, OPEN_TOKENS) if self.seals else self.num_recent_float_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens that follow others before their float rows are released. Where each query reads its own newest tokens, a rollback of
+        16 counted tokens changes no bit."""
+        return self.open_tokens + (PIECE if self.open_tokens and self.recent_by_query else 0)
 
     @property
     def floats_of_steps(self) -> bool:
@@ -215,6 +223,8 @@ class KVFormat:
             name = value.strip().lower()
             if name in PRESETS:
                 return PRESETS[name]
+            if name in _FORMER_NAMES:
+                raise ValueError(f"{name} is now {_FORMER_NAMES[name]}")
             if "/" in name:
                 return cls(name)
         try:
@@ -237,22 +247,20 @@ class KVFormat:
 
 
 PRESETS = {
-    "int8": KVFormat("int8", rotation="kv"),
-    "k8v4": KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True),
-    "int4": KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4),
-    "k4v3": KVFormat("int4/int3", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4),
-    "int8-recent": KVFormat(
-        "int8", rotation="kv", centring=True, num_first_float_tokens=4, num_recent_float_tokens=16, recent_by_query=True
-    ),
-    "k8v4-recent": KVFormat(
+    "int8": KVFormat("int8", rotation="kv", num_first_float_tokens=4, num_recent_float_tokens=16, recent_by_query=True),
+    "k8v4": KVFormat(
         "int8/int4",
         rotation="kv",
         codebook="gaussian",
-        centring=True,
         num_first_float_tokens=4,
-        num_recent_float_tokens=16,
+        num_recent_float_tokens=48,
         recent_by_query=True,
         clip_search=True,
+    ),
+    "int4": KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4),
+    "k4v3": KVFormat("int4/int3", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4),
+    "int8-centred": KVFormat(
+        "int8", rotation="kv", centring=True, num_first_float_tokens=4, num_recent_float_tokens=16, recent_by_query=True
     ),
     "int4-recent": KVFormat(
         "int4",
@@ -265,6 +273,8 @@ PRESETS = {
     ),
     "int3": KVFormat("int3", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4, num_recent_float_tokens=96),
     "int2": KVFormat("int2", rotation="kv", codebook="gaussian", num_first_float_tokens=4, num_recent_float_tokens=96),
+    "int8-rotated": KVFormat("int8", rotation="kv"),
+    "k8v4-rotated": KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True),
     "int8-plain": KVFormat("int8"),
     "int4-plain": KVFormat("int4"),
     "int3-plain": KVFormat("int3"),
@@ -284,9 +294,16 @@ def formats_of(dtype, k_dtype, v_dtype, num_layers):
     return [KVFormat(f"{canonical_dtype(k)}/{canonical_dtype(v)}") for k, v in zip(keys, values)]
 
 
-# Presets of keys and values that need another format for latent rows: a row that is also read as values can have neither
-# channel scales nor float rows next to its codes.
-_LATENT_PRESETS = {PRESETS["int4"]: KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True)}
+_FORMER_NAMES = {"int8-recent": "int8-centred, and int8 keeps newest tokens as floats, too", "k8v4-recent": "k8v4"}
+_CODES_ALONE = {PRESETS[name]: PRESETS[f"{name}-rotated"] for name in ("int8", "k8v4")}
+
+# A row that is also read as values can have neither channel scales nor float rows next to its codes.
+_LATENT_PRESETS = _CODES_ALONE | {PRESETS["int4"]: KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True)}
+
+
+def codes_alone(fmt):
+    """The format of a place that has no room for float rows: int8 and k8v4 without them, others as they are."""
+    return _CODES_ALONE.get(fmt, fmt)
 
 
 def latent_format(fmt):

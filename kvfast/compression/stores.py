@@ -36,7 +36,7 @@ class CacheStore:
         heads, tokens, dim = k.shape
         form = KVFormat.of(dtype)
         by_block = form.centring or form.per_channel
-        form = replace(form, num_recent_float_tokens=0, block_size=form.block_size if by_block else None)  # no tokens follow
+        form = replace(form, num_recent_float_tokens=0, recent_by_query=by_block and form.recent_by_query)  # no tokens follow
         if not by_block:
             cache = KVCache(1, heads, dim, tokens, dtype=form, block_size=_block_size(tokens))
             cache.append(0, k.swapaxes(0, 1), v.swapaxes(0, 1))

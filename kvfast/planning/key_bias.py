@@ -9,7 +9,7 @@ from kvfast.codec.dtypes import FLOATS
 FAMILIES = ("qwen2",)
 
 
-def key_bias_note(model_type, formats, instead="int4 or int8-recent"):
+def key_bias_note(model_type, formats, instead="int4 or int8-centred"):
     """A sentence about those of the formats, by name, that should not hold the keys of this kind of model, and what to take; None
     if all of them suit."""
     if not str(model_type).startswith(FAMILIES):

@@ -201,7 +201,7 @@ def plan(
     >>> llama = dict(model_type="llama", num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
     >>> ours = kvfast.plan(llama, context=32768, batch=8, memory=16 << 30, bandwidth=20e9)
     >>> ours["int8"].bytes_per_token, ours["int8"].nbytes, ours["int8"].longest_context
-    (17408, 4563533824, 123328)
+    (17408, 4597219328, 123072)
     >>> print(kvfast.plan(llama, context=32768, dtype=["int8", "int4"], memory=4 << 30, bandwidth=20e9, weight_bytes=3 << 30))
     llama: 16 layers x 8 KV heads of 64
     1 sequence of 32,768 tokens
@@ -209,13 +209,13 @@ def plan(
             bytes a                   longest  largest  tokens/s     with
     dtype     token        all  fits  context    batch   at most  weights
     ---------------------------------------------------------------------
-    int8     17,408  544.0 MiB   yes   61,632        1      35.1      5.3
+    int8     17,408  548.0 MiB   yes   61,376        1      35.0      5.3
     int4 *    8,960  284.0 MiB   yes  119,360        3      67.7      5.7
     ---------------------------------------------------------------------
     1.0 GiB of memory for keys and values, next to 3.0 GiB of weights; 20.0 GB/s read.
     Tokens per second, of all sequences, are at most these: they come from the read bandwidth alone. Computing takes time, too.
     * the default format.
-    A sequence whose 32,768 tokens come in one append takes more until `advance`: int4 1.3 GiB (does not fit).
+    A sequence whose 32,768 tokens come in one append takes more until `advance`: int8 1.5 GiB (does not fit), int4 1.3 GiB (does not fit).
     """
     shape = read_shape(model)
     context = shape.context_length or 4096 if context is None else context

@@ -17,8 +17,8 @@ def rotated(dtype):
 
 VLLM_FORMATS = {
     "auto": KVFormat.of("bfloat16"),  # the model's dtype
-    "int8_per_token_head": KVFormat.of("int8"),
-    "turboquant_k8v4": KVFormat.of("k8v4"),
+    "int8_per_token_head": KVFormat.of("int8-rotated"),
+    "turboquant_k8v4": KVFormat.of("k8v4-rotated"),
     "int4_per_token_head": KVFormat.of("int4"),
     "turboquant_4bit_nc": rotated("int4"),
     "turboquant_k3v4_nc": rotated("int3/int4"),

@@ -48,7 +48,7 @@ def choice(rng, count, k, run=1, heads=HEADS, length=TOKENS, **options):
 @parametrize(
     ("dtype", "options"),
     [(dtype, options) for dtype in ["float32", "float16", *FORMATS] for options in OPTIONS],
-    [(dtype, options) for dtype in ("float32", "int8", "int4", "int3") for options in OPTIONS[:2]],
+    [(dtype, options) for dtype in ("float32", "int8-rotated", "int4", "int3") for options in OPTIONS[:2]],
 )
 def test_against_float64_on_every_tier(isa, rng, dtype, options):
     cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype=FORMATS.get(dtype, dtype)), *tokens(rng))
@@ -74,7 +74,7 @@ def test_blocks_that_were_cut_and_counted(isa, rng, dtype):
         assert relative_error(cache.attend(0, q, indices=chosen, index_block=run), expected) < bound(dtype)
 
 
-@parametrize("dtype", latent_reference.DTYPES, ["int8", "int4", "bfloat16", "float32"])
+@parametrize("dtype", latent_reference.DTYPES, ["int8-rotated", "int4", "bfloat16", "float32"])
 @pytest.mark.parametrize("num_q_heads", [1, 20, 128])
 def test_latent_rows(isa, rng, dtype, num_q_heads):
     latents = latent_reference.rows(rng, TOKENS, 48 + 16)
@@ -97,7 +97,7 @@ def test_latent_rows(isa, rng, dtype, num_q_heads):
     assert plans[0].bytes_read < plans[1].bytes_read
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "int3", "float32"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4", "int3", "float32"])
 def test_bits_ignore_threads_order_pads_and_companions(rng, dtype):
     k, v = tokens(rng, 3000)
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), k, v), queries(rng, 12)
@@ -121,7 +121,7 @@ def test_bits_ignore_threads_order_pads_and_companions(rng, dtype):
             assert np.array_equal(cache.attend(0, q, indices=singles, num_splits=3), whole)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4", "float16"])
 def test_pools_and_tables_of_another_scheduler(rng, dtype):
     k, v = tokens(rng)
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), k, v), queries(rng, 20)
@@ -145,7 +145,7 @@ def test_pools_and_tables_of_another_scheduler(rng, dtype):
 
 def test_a_prefix_that_sequences_share_is_not_read_together(rng):
     k, v = tokens(rng, 700)
-    pool, q = kvfast.PagedKVCache(1, HEADS, DIM, 40, dtype="int8"), queries(rng, 2)
+    pool, q = kvfast.PagedKVCache(1, HEADS, DIM, 40, dtype="int8-rotated"), queries(rng, 2)
     first = filled(pool.new_sequence(), k[:640], v[:640])
     members = [first, first.fork()]
     for member, extra in zip(members, (0, 30)):
@@ -179,7 +179,7 @@ def test_rings(rng):
         ring.attend(0, q, indices=np.full((12, 1), 100))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int8-rotated", "int4"])
 def test_rings_with_a_rope(isa, rng, dtype):
     """Their sink tokens follow the window, so that a query is rotated once more for them."""
     rope, window, sinks = kvfast.Rope(), 60, 20
@@ -204,7 +204,7 @@ def test_rings_with_a_rope(isa, rng, dtype):
                 assert relative_error(got[one], expected) < bound(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "int3-plain", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4", "int3-plain", "float16", "float32"])
 def test_other_than_chosen_tokens_are_not_read(rng, dtype):
     """As many bytes for as many runs after any context; a single token takes the lines of its keys, and some of its values."""
     few, many = (filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), *tokens(rng, count)) for count in (2000, 20000))
@@ -219,7 +219,7 @@ def test_other_than_chosen_tokens_are_not_read(rng, dtype):
 
 
 def test_calls_without_a_choice_are_as_before(rng):
-    cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng)), queries(rng, 3)
+    cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8-rotated"), *tokens(rng)), queries(rng, 3)
     before = cache.attend(0, q)
     cache.attend(0, q, indices=choice(rng, 3, 20))
     assert np.array_equal(cache.attend(0, q), before)
@@ -255,7 +255,7 @@ def test_calls_without_a_choice_are_as_before(rng):
     ],
 )
 def test_bad_choices(rng, chosen, run, error, text):
-    cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng)), queries(rng, 2)
+    cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8-rotated"), *tokens(rng)), queries(rng, 2)
     out = np.full((2, 6, DIM), 7, np.float32)
     for call in (
         lambda: cache.attend(0, q, indices=chosen, index_block=run, out=out),
@@ -267,7 +267,7 @@ def test_bad_choices(rng, chosen, run, error, text):
 
 
 def test_options_that_exclude_indices(rng):
-    cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng)), queries(rng, 2)
+    cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8-rotated"), *tokens(rng)), queries(rng, 2)
     for others in ({"tree_parents": [-1]}, {"alibi_slopes": np.ones(6)}):
         with pytest.raises(ValueError, match="indices need tree_parents=None and alibi_slopes=None"):
             cache.attend(0, q, indices=[[0], [1]], **others)

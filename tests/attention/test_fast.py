@@ -142,7 +142,7 @@ def test_latent_rows(isa, rng, dtype):
         assert (np.linalg.norm(got - expected, axis=2) / values[:, :, 0]).max() < 0.05
 
 
-@parametrize("name", list(CODED), ["int8", "int4", "int3"])
+@parametrize("name", list(CODED), ["int8-rotated", "int4", "int3"])
 def test_the_bits_do_not_depend_on_threads_batches_and_other_queries(isa, rng, name):
     k, v = rng.standard_normal((2, 2500, 2, 64)).astype(np.float32)
     q = rng.standard_normal((16, 8, 64)).astype(np.float32)

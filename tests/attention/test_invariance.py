@@ -81,7 +81,7 @@ def test_what_a_query_sees(attend, dtype, options):
     check_counts(attend, cache_of(dtype), queries(max(COUNTS) + 1), (1, 16, 33, 100), **options)
 
 
-@ways(WAYS, ["float32", "float16", *(name for name in FORMATS if not kvfast.KVFormat.of(FORMATS[name]).seals)])
+@ways(WAYS, ["float32", "float16", *(name for name in FORMATS if not kvfast.KVFormat.of(FORMATS[name]).open_tokens)])
 def test_a_prompt_cut_at_random_places(attend, dtype):
     """Each piece is computed when the tokens after it are not yet there. Formats without tokens in both forms."""
     cache, q = cache_of(dtype), queries(700)

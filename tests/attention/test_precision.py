@@ -184,7 +184,7 @@ def test_rounding_is_that_of_each_query_alone(isa, rng):
     """Whether the rounding error of a query matters does not depend on other queries and tokens."""
     k, v = rng.standard_normal((2, 400, 2, 64)).astype(np.float32)
     k[:, :, 7] *= rng.uniform(0.1, 40, (400, 1))
-    for form in ("int8", "k8v4", "int4", "int8-plain"):
+    for form in ("int8-rotated", "k8v4-rotated", "int4", "int8-plain"):
         cache = cache_of(form, k, v)
         q = rng.standard_normal((16, 12, 64)).astype(np.float32) * np.geomspace(0.01, 10, 16, dtype=np.float32)[:, None, None]
         check_each_alone(cache, q)

@@ -24,7 +24,7 @@ OPTIONS = [
 @parametrize(
     ("dtype", "options"),
     [(dtype, options) for dtype in ["float32", "float16", *FORMATS] for options in OPTIONS],
-    [(dtype, {}) for dtype in ("float32", "int8", "int4")],
+    [(dtype, {}) for dtype in ("float32", "int8-rotated", "int4")],
 )
 def test_against_float64_on_every_tier(isa, rng, dtype, options):
     cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype=FORMATS.get(dtype, dtype)), *tokens(rng))
@@ -39,7 +39,7 @@ def test_against_float64_on_every_tier(isa, rng, dtype, options):
     assert not np.array_equal(cache.attend(0, q, spans=SPANS, **options), causal)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4", "float32"])
 def test_the_bits_do_not_depend_on_threads_chunks_and_caches(rng, dtype):
     k, v = tokens(rng)
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), k, v, counted=False), queries(rng, TOKENS)
@@ -74,11 +74,11 @@ def test_rings_and_tables_of_another_scheduler(rng):
     ring = filled(kvfast.RingKVCache(1, HEADS, DIM, sliding_window=180, num_sink_tokens=4, dtype="float32"), k, v)
     expected, _ = attention(q[-20:], k, v, sliding_window=180, num_sink_tokens=4, spans=[(285, 300)])
     assert relative_error(ring.attend(0, q[-20:], spans=[(285, 300)]), expected) < 1e-5
-    pool = kvfast.PagedKVCache(1, HEADS, DIM, 8, 64, dtype="int8")
+    pool = kvfast.PagedKVCache(1, HEADS, DIM, 8, 64, dtype="int8-rotated")
     table, lengths = np.arange(5)[None], np.array([TOKENS])
     batch = pool.prepare_batch(table, lengths, [0, TOKENS], slots)
     pool.append_batch(0, k, v, batch)
-    cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), k, v)
+    cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8-rotated"), k, v)
     assert np.array_equal(pool.attend_batch(0, q, batch, spans=[SPANS]), cache.attend(0, q, spans=SPANS))
 
 
@@ -127,12 +127,12 @@ def test_rings_with_a_rope(rng, sinks, clamp, span):
     ],
 )
 def test_bad_spans(rng, spans, error, text):
-    cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng))
+    cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8-rotated"), *tokens(rng))
     with pytest.raises(error, match=text):
         cache.attend(0, queries(rng, 2), spans=spans)
     with pytest.raises(ValueError, match="spans need causal=True"):
         cache.attend(0, queries(rng, 2), spans=[(0, 2)], causal=False)
-    pool = kvfast.PagedKVCache(1, HEADS, DIM, 16, dtype="int8")
+    pool = kvfast.PagedKVCache(1, HEADS, DIM, 16, dtype="int8-rotated")
     sequence = filled(pool.new_sequence(), *tokens(rng))
     with pytest.raises(kvfast.DimensionMismatchError, match="one entry for each of the 1 sequences, got 2"):
         pool.attend_batch(0, queries(rng, 1), [sequence], spans=[None, None])

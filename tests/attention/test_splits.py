@@ -24,14 +24,14 @@ def starts_of(plan):
 
 
 def test_splits_lie_at_the_same_positions():
-    cache = cache_with(20000, 2, 64, "int8")
+    cache = cache_with(20000, 2, 64, "int8-rotated")
     for length in (20000, 4097, 4096, 1025, 1024, 1):
         cache.truncate(length)
         assert starts_of(cache.explain(0, (1, 4, 64))) == tuple(range(0, length, 1024))
 
 
 def test_windows_are_cut_where_their_context_is():
-    cache = cache_with(20000, 2, 64, "int8")
+    cache = cache_with(20000, 2, 64, "int8-rotated")
     whole = starts_of(cache.explain(0, (1, 4, 64)))
     for window in (1, 100, 3000, 20000):
         begin = (20000 - window) // TILE * TILE
@@ -39,7 +39,7 @@ def test_windows_are_cut_where_their_context_is():
         assert starts_of(cache.explain(0, (1, 4, 64), sliding_window=window)) == expected
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "k8v4", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4", "k8v4-rotated", "float32", "bfloat16"])
 def test_the_bits_for_any_number_of_threads(dtype):
     cache = cache_with(5000, 2, 64, dtype)
     for tokens, options in (
@@ -56,7 +56,7 @@ def test_the_bits_for_any_number_of_threads(dtype):
 
 
 def filled_latents(length):
-    cache = kvfast.MLAKVCache(1, 128, 32, dtype="int8")
+    cache = kvfast.MLAKVCache(1, 128, 32, dtype="int8-rotated")
     filled(cache, np.random.default_rng(length).standard_normal((length, 160)).astype(np.float32))
     return cache
 
@@ -95,7 +95,7 @@ def test_latent_rows_whose_shapes_change(num_threads):
         assert np.array_equal(cache.attend(0, q, num_threads=num_threads, **options), expected)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4"])
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 700}, {"sliding_window": 2100, "num_sink_tokens": 5}, {"attention_chunk_size": 900}]
 )
@@ -110,7 +110,7 @@ def test_a_query_alone_has_the_bits_of_a_few(length, options, dtype):
         cache.truncate(len(cache) - 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int8-rotated", "int4"])
 def test_the_last_of_a_few_queries_that_look_ahead_has_its_bits(dtype):
     """Their sink tokens lie in another split than their windows, which begin in different splits."""
     q = queries(16, 4, 64)
@@ -133,7 +133,7 @@ def test_splits_without_a_visible_token():
 
 def test_batches_have_the_bits_of_their_sequences():
     """For any number of threads, each of which changes how many splits a task has."""
-    pool = kvfast.PagedKVCache(1, 2, 64, 400, 64, "int8")
+    pool = kvfast.PagedKVCache(1, 2, 64, 400, 64, "int8-rotated")
     lengths = 5000, 1, 600, 2500, 4096
     sequences = [pool.new_sequence() for _ in lengths]
     for sequence, length in zip(sequences, lengths, strict=True):

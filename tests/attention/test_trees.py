@@ -32,7 +32,7 @@ def random_tree(rng, count):
 @parametrize(
     ("dtype", "options"),
     [(dtype, options) for dtype in ["float32", "float16", *FORMATS] for options in OPTIONS],
-    [(dtype, options) for dtype in ("float32", "int8", "int4") for options in (OPTIONS[0], OPTIONS[6])],
+    [(dtype, options) for dtype in ("float32", "int8-rotated", "int4") for options in (OPTIONS[0], OPTIONS[6])],
 )
 def test_against_float64_on_every_tier(isa, rng, dtype, options):
     cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype=FORMATS.get(dtype, dtype)), *tokens(rng))
@@ -44,7 +44,7 @@ def test_against_float64_on_every_tier(isa, rng, dtype, options):
 
 
 @pytest.mark.parametrize("length", [0, 5, 16, 64, 65, 128, 1024, 5000])
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int8-rotated", "int4"])
 def test_any_tree_after_any_length(rng, length, dtype):
     """The tree begins where a block or a tile does, or the window sees nothing before it."""
     for count in (1, 2, 17, 64):
@@ -84,7 +84,7 @@ def test_drafts_that_are_sink_tokens(rng, length, limit):
         assert relative_error(got, expected) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4", "float32"])
 def test_a_chain_and_no_tree_have_the_bits_of_causal_attention(rng, dtype):
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), *tokens(rng)), queries(rng, 40)
     causal = cache.attend(0, q)
@@ -94,7 +94,7 @@ def test_a_chain_and_no_tree_have_the_bits_of_causal_attention(rng, dtype):
         assert np.array_equal(cache.attend(0, q[:count], tree_parents=[-1, *range(count - 1)]), cache.attend(0, q[:count]))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4", "float32"])
 def test_the_bits_do_not_depend_on_threads_and_batches(rng, dtype):
     k, v = tokens(rng, 3000)
     cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype=dtype), k, v), queries(rng, 12)
@@ -114,7 +114,7 @@ def test_the_bits_do_not_depend_on_threads_and_batches(rng, dtype):
 
 def test_forks_that_read_a_prefix_together(rng):
     k, v = tokens(rng, 700)
-    pool, q = kvfast.PagedKVCache(1, HEADS, DIM, 80, dtype="int8"), queries(rng, 8)
+    pool, q = kvfast.PagedKVCache(1, HEADS, DIM, 80, dtype="int8-rotated"), queries(rng, 8)
     first = filled(pool.new_sequence(), k[:640], v[:640])
     members = [first, first.fork()]
     for member, extra in zip(members, (0, 30)):
@@ -139,7 +139,7 @@ def test_rings(rng):
 
 def test_a_branch_has_the_bits_of_few_bytes_more(rng):
     """What no draft sees is not read: a tree costs the tile of its tokens."""
-    cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng, 2000))
+    cache = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8-rotated"), *tokens(rng, 2000))
     plain, tree = cache.explain(0, (12, 6, DIM)), cache.explain(0, (12, 6, DIM), tree_parents=BUSHY)
     assert plain.bytes_read < tree.bytes_read < 1.2 * plain.bytes_read
 
@@ -158,7 +158,7 @@ def test_a_branch_has_the_bits_of_few_bytes_more(rng):
     ],
 )
 def test_bad_trees(rng, parents, error, text):
-    cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8"), *tokens(rng)), queries(rng, 12)
+    cache, q = filled(kvfast.KVCache(1, HEADS, DIM, dtype="int8-rotated"), *tokens(rng)), queries(rng, 12)
     with pytest.raises(error, match=text):
         cache.attend(0, q, tree_parents=parents)
     for others in ({"causal": False}, {"spans": [(0, 2)]}):
@@ -166,7 +166,7 @@ def test_bad_trees(rng, parents, error, text):
             cache.attend(0, q, tree_parents=[-1], **others)
     with pytest.raises(ValueError, match="at most 64 drafts, and no more than the 80 tokens of q, got 65"):
         cache.attend(0, queries(rng, 80), tree_parents=[-1] * 65)
-    pool = kvfast.PagedKVCache(1, HEADS, DIM, 16, dtype="int8")
+    pool = kvfast.PagedKVCache(1, HEADS, DIM, 16, dtype="int8-rotated")
     sequence = filled(pool.new_sequence(), *tokens(rng))
     with pytest.raises(error, match=r"parents\[0\] must"):
         pool.attend_batch(0, q, [sequence], cu_seqlens_q=[0, 12], tree_parents=[parents])
@@ -174,7 +174,7 @@ def test_bad_trees(rng, parents, error, text):
         pool.attend_batch(0, q[:1], [sequence], tree_parents=[None, None])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int8-rotated", "int4"])
 def test_a_batch_of_spans_and_trees(rng, dtype):
     """One sequence has spans and another a tree of drafts, as each has them alone."""
     pool = kvfast.PagedKVCache(1, HEADS, DIM, 32, dtype=dtype)

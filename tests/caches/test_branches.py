@@ -124,7 +124,7 @@ def test_snapshots_and_forks_have_the_tree_yet(dtype, rng):
 
 def test_a_full_pool_refuses_and_nothing_changes(rng):
     given = rows(rng, 96)
-    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 3, dtype="int8", block_size=32)
+    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 3, dtype="int8-rotated", block_size=32)
     sequence = append(pool.new_sequence(), given, slice(0, 80), counted=True)
     fork = sequence.fork()
     before = contents(sequence)
@@ -138,7 +138,7 @@ def test_a_full_pool_refuses_and_nothing_changes(rng):
 
 def test_ids_follow_and_known_blocks_stay(rng):
     given, ids = rows(rng, 64), np.arange(100, 164)
-    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 20, dtype="int8", block_size=16)
+    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 20, dtype="int8-rotated", block_size=16)
     sequence = pool.new_sequence()
     append(sequence, given)
     sequence.advance(64, ids)

@@ -17,6 +17,7 @@ def far(ring, tokens):
     for table in header["tables"]:
         table["skipped_blocks"] += tokens // ring.block_size
         table["evicted_tokens"] += tokens
+        table["floats_begin"] += tokens
     return kvfast.RingKVCache.from_state_dict(state | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
 
 

@@ -180,7 +180,7 @@ def test_sizes(rng):
     assert (cache.latent_dim, cache.rope_dim, cache.head_dim, cache.entry_size, cache.num_kv_heads) == (512, 64, 576, 576, 1)
     assert kvfast.MLAKVCache(1, 512, 64, dtype="bfloat16").bytes_per_token == 1152
     assert kvfast.MLAKVCache(1, 512, 0, dtype="bfloat16").bytes_per_token == 1024
-    assert repr(cache).startswith("MLAKVCache(int8, 2 layers x (512 + 64), 0/128 tokens")
+    assert repr(cache).startswith("MLAKVCache(int8-rotated, 2 layers x (512 + 64), 0/128 tokens")
     filled(cache, each=[(rows(rng, 128, 576),) for _ in range(2)])
     with pytest.raises(kvfast.CacheFullError):
         cache.append(0, rows(rng, 1, 576))

@@ -149,10 +149,10 @@ def test_sizes_and_names(rng):
     assert (pool.latent_dim, pool.rope_dim, pool.head_dim, pool.entry_size, pool.num_kv_heads) == (LATENT, ROPE, 64, 64, 1)
     assert pool.bytes_per_token == kvfast.MLAKVCache(2, LATENT, ROPE).bytes_per_token == 2 * (64 + 8)
     assert pool.capacity() == 8 * 32 and pool.is_paged
-    assert repr(pool).startswith("PagedMLAKVCache(int8, 2 layers x (48 + 16), 0/8 blocks of 32")
+    assert repr(pool).startswith("PagedMLAKVCache(int8-rotated, 2 layers x (48 + 16), 0/8 blocks of 32")
     sequence = fill(pool.new_sequence(), rng, 40)
     assert sequence.pool is pool and sequence.is_paged and sequence.nbytes == 2 * pool.bytes_per_token * 32
-    assert repr(sequence) == "MLASequence(int8, 2 layers x (48 + 16), 40 tokens in 2 blocks)"
+    assert repr(sequence) == "MLASequence(int8-rotated, 2 layers x (48 + 16), 40 tokens in 2 blocks)"
     assert pool.seq_lens([sequence]).tolist() == [40] and pool.can_append(192) and not pool.can_append(193)
 
 

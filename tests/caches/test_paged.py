@@ -15,8 +15,8 @@ import kvfast
 def new_pool(num_blocks=32, layers=1, **options):
     """By default of int8, whose blocks are all that is stored, with blocks of 32 tokens unless the format has a size of its own."""
     if "k_dtype" not in options:
-        options = {"dtype": "int8"} | options
-    if not kvfast.KVFormat.of(options.get("dtype", "int8")).seals:
+        options = {"dtype": "int8-rotated"} | options
+    if not kvfast.KVFormat.of(options.get("dtype", "int8-rotated")).seals:
         options = {"block_size": 32} | options
     return kvfast.PagedKVCache(layers, HEADS, DIM, num_blocks, **options)
 
@@ -100,7 +100,7 @@ def test_shared_prefixes_are_read_once(isa, rng, dtype):
         assert np.array_equal(again, shared)
 
 
-@pytest.mark.parametrize("dtype", ["int8", CENTRED])
+@pytest.mark.parametrize("dtype", ["int8-rotated", CENTRED])
 def test_forks_copy_a_block_when_they_write_to_it(rng, dtype):
     pool = new_pool(dtype=dtype)
     parent = fill(pool.new_sequence(), rng, 70)  # 3 blocks, the last with 6 tokens
@@ -132,7 +132,7 @@ def test_forks_of_long_sequences_take_no_memory(rng):
 
 
 class TestPrefixes:
-    @pytest.mark.parametrize("dtype", ["int8", "k8v4", CENTRED])
+    @pytest.mark.parametrize("dtype", ["int8-rotated", "k8v4-rotated", CENTRED])
     def test_found_with_their_keys(self, rng, dtype):
         pool = new_pool(16, dtype=dtype)
         ids = rng.integers(0, 1000, 100)
@@ -203,7 +203,7 @@ class TestForeignTables:
         order = rng.permutation(40)
         pool.append_batch(0, k[order], v[order], slots[order])
         pool.append_batch(0, k[:2], v[:2], [-1, -1])
-        cache = kvfast.KVCache(1, HEADS, DIM, dtype="int8")
+        cache = kvfast.KVCache(1, HEADS, DIM, dtype="int8-rotated")
         cache.append(0, k, v)
         q = queries(rng, 2)
         out = pool.attend_batch(0, q, block_table=[[7, 2, -1]], seq_lens=[40], cu_seqlens_q=[0, 2])
@@ -387,8 +387,8 @@ class TestRefused:
     def test_construction(self):
         for options, message in [
             ({"num_blocks": 0}, "num_blocks must be between 1 and"),
-            ({"block_size": 24, "dtype": "int8"}, "16, 32, 64, 128 or 256"),
-            ({"block_size": 8, "dtype": "int8"}, "between 16 and 256"),
+            ({"block_size": 24, "dtype": "int8-rotated"}, "16, 32, 64, 128 or 256"),
+            ({"block_size": 8, "dtype": "int8-rotated"}, "between 16 and 256"),
             ({"block_size": 32}, "block_size must be 64, the tokens that share the statistics"),
             ({"dtype": "int9"}, "unknown storage dtype"),
         ]:
@@ -425,7 +425,7 @@ def test_accessors(rng):
 
 
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("dtype", ["int4", "k4v3", "int3", "k8v4-recent", "int8", "float16"])
+@pytest.mark.parametrize("dtype", ["int4", "k4v3", "int3", "k8v4-rotated", "int8-rotated", "float16"])
 def test_a_prefix_as_computed(rng, dtype, window):
     """Once a prompt is complete, it does not matter that a part of it was found: no token is read as codes that would be floats."""
     pool = new_pool(64, dtype=dtype, block_size=kvfast.KVFormat.of(dtype).block_size, sliding_window=window)

@@ -14,11 +14,11 @@ WINDOW = {"sliding_window": 100, "num_sink_tokens": 5, "rollback": 20}
 Q = np.random.default_rng(9).standard_normal((40, 4, 20)).astype(np.float32)
 
 
-def pool_of(form="int8", num_blocks=40, layers=2, **settings):
+def pool_of(form="int8-rotated", num_blocks=40, layers=2, **settings):
     return kvfast.PagedKVCache(layers, 2, 20, num_blocks, dtype=form, **(WINDOW | settings))
 
 
-def ring_of(form="int8", layers=2, **settings):
+def ring_of(form="int8-rotated", layers=2, **settings):
     settings = WINDOW | settings
     return kvfast.RingKVCache(layers, 2, 20, settings.pop("sliding_window"), dtype=form, **settings)
 
@@ -77,20 +77,20 @@ def test_a_pool_serves_texts_far_longer_than_itself(name, block_size):
 
 
 def test_against_float64(isa, rng):
-    pool, (k, v) = pool_of("int8", layers=1), rng.standard_normal((2, 900, 2, 20)).astype(np.float32)
+    pool, (k, v) = pool_of("int8-rotated", layers=1), rng.standard_normal((2, 900, 2, 20)).astype(np.float32)
     sequence = pool.new_sequence()
     for at in range(0, 900, 60):
         filled(sequence, k[at : at + 60], v[at : at + 60])
     shown = sequence.positions()
     assert shown.tolist() == [*range(5), *range(800, 900)]
     expected, _ = attention(Q[:1], sequence.k(0), sequence.v(0))
-    assert relative_error(sequence.attend(0, Q[:1]), expected) < bound("int8")
+    assert relative_error(sequence.attend(0, Q[:1]), expected) < bound("int8-rotated")
     for window, sinks in ((30, 0), (100, 5), (7, 3)):
         seen = np.r_[:sinks, 105 - window : 105]
         expected, _ = attention(Q[:1], sequence.k(0)[seen], sequence.v(0)[seen])
         options = {"sliding_window": window, "num_sink_tokens": sinks}
         out = sequence.attend(0, Q[:1], **options)
-        assert relative_error(out, expected) < bound("int8")
+        assert relative_error(out, expected) < bound("int8-rotated")
         assert np.array_equal(pool.attend_batch(0, Q[:1], [sequence], **options), out)
         assert pool.explain_batch(0, 1, [sequence], **options).items == sequence.explain(0, 1, **options).items
 
@@ -324,7 +324,7 @@ def test_slots_of_a_block_that_went_back_are_refused():
     assert sequence.layer_length(0) == 416
 
 
-@pytest.mark.parametrize("name", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("name", ["float32", "int8-rotated", "int4"])
 def test_secure_pools_wipe_what_a_window_has_left(name):
     pool, ids = pool_of(name, secure=True, num_sink_tokens=0), np.arange(900)
     sequence = pool.new_sequence()

@@ -14,7 +14,7 @@ LAYERS, HEADS, DIM, SIZE = 2, 2, 32, 32
 
 
 def new_pool(num_blocks=40, **options):
-    return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks, SIZE, **{"dtype": "int8"} | options)
+    return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks, SIZE, **{"dtype": "int8-rotated"} | options)
 
 
 def step(rng, num_blocks, queries=(1, 1, 3, 1), lengths=(300, 290, 310, 0), shared=9):
@@ -41,7 +41,7 @@ def fill(pool, rng, every=True):
     return pool
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int3-plain", "k8v4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8-rotated", "int3-plain", "k8v4-rotated"])
 @pytest.mark.parametrize("cascade", [True, False])
 def test_the_bits_of_the_arrays(isa, rng, dtype, cascade):
     one, other = (fill(new_pool(dtype=dtype), np.random.default_rng(1)) for _ in "ab")
@@ -202,7 +202,7 @@ def test_the_first_slots_of_a_pool(rng):
         pool.new_sequence()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", kvfast.KVFormat("int4", rotation="kv")])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8-rotated", kvfast.KVFormat("int4", rotation="kv")])
 def test_rows_that_are_not_finite_are_zeros(isa, rng, dtype):
     """If asked for; other rows have the bits they have without them. In float16, 70,000 is too large as well."""
     one, other = (kvfast.PagedKVCache(1, HEADS, DIM, 4, 64, dtype) for _ in "ab")
@@ -225,7 +225,7 @@ def test_rows_that_are_not_finite_are_zeros(isa, rng, dtype):
 
 
 def test_a_batch_is_copied_as_itself():
-    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=4, dtype="int8")
+    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=4, dtype="int8-rotated")
     batch = pool.prepare_batch(np.zeros((1, 1), np.int32), [3], [0, 3], np.arange(3))
     assert copy.copy(batch) is copy.deepcopy(batch) is batch and copy.copy(batch.only(0)).num_tokens == 3
     with pytest.raises(TypeError, match="a PreparedBatch cannot be pickled"):

@@ -13,7 +13,7 @@ def tokens(rng, n, heads=2, dim=64):
     return rng.standard_normal((2, n, heads, dim)).astype(np.float32)
 
 
-@on_tiers("dtype", DTYPES, ("float16", "int8", "int4"))
+@on_tiers("dtype", DTYPES, ("float16", "int8-rotated", "int4"))
 def test_same_bits_as_contiguous_on_every_tier(isa, rng, dtype):
     ring = kvfast.RingKVCache(1, 2, 64, sliding_window=100, num_sink_tokens=4, dtype=dtype)
     whole = kvfast.KVCache(1, 2, 64, dtype=dtype)
@@ -33,7 +33,7 @@ def test_same_bits_as_contiguous_on_every_tier(isa, rng, dtype):
 
 
 @pytest.mark.parametrize("num_sink_tokens", [0, 5])
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int8-rotated", "int4"])
 def test_against_oracle(rng, dtype, num_sink_tokens):
     """Sinks in the float64 oracle, for a contiguous cache: the bits of the ring are the same."""
     cache = kvfast.KVCache(1, 2, 64, dtype=dtype)
@@ -45,7 +45,7 @@ def test_against_oracle(rng, dtype, num_sink_tokens):
     assert relative_error(out, expected) < bound(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4"])
 def test_memory_stays_constant_and_prompts_give_theirs_back(rng, dtype):
     ring = kvfast.RingKVCache(2, 2, 64, sliding_window=256, num_sink_tokens=4, rollback=32, dtype=dtype)
     k, v = tokens(rng, 4000)
@@ -87,7 +87,7 @@ def test_layers_with_and_without_window(rng):
     assert np.allclose(ring.attend(2, q, sliding_window=10, num_sink_tokens=0), kvfast.attention(q, k, v, sliding_window=10))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4"])
 def test_going_back_after_the_ring_has_wrapped(rng, dtype):
     k, v = tokens(rng, 2000)
     q = rng.standard_normal((1, 4, 64)).astype(np.float32)
@@ -226,7 +226,7 @@ def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path,
     assert np.array_equal(ring.attend(0, q), other.attend(0, q))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int8-rotated", "int4"])
 def test_chunks(dtype):
     """A ring whose window is a chunk keeps all that attention to chunks sees; prompts come in pieces across their edges."""
     ring, whole = kvfast.RingKVCache(1, 2, 32, sliding_window=48, dtype=dtype, num_sink_tokens=2), kvfast.KVCache(1, 2, 32, dtype=dtype)

@@ -306,7 +306,7 @@ def test_unknown_blocks_have_no_float_rows(rng):
     with pytest.raises(ValueError, match=r"first_float_rows must be uint8 of shape \(\d+,\), got"):
         pool.take_blocks([scheduler.free[0]], floats[1:])
     scheduler.step([request], [60])  # nothing has changed
-    plain = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 4, dtype="int8")
+    plain = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 4, dtype="int8-rotated")
     assert plain.are_coded([0, 1]).all() and plain.first_float_rows(0).shape == (plain.first_float_rows_nbytes,) == (0,)
     plain.take_blocks([0, 1])
     own = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 4)

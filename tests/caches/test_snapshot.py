@@ -238,7 +238,7 @@ def test_equal_whatever_lies_behind_the_tokens(rng, dtype):
 
 
 def test_small_until_overwritten(rng):  # int8, whose blocks are all that it holds
-    cache = fill(make("growing", "int8"), rng, 64 * 6 + 10)
+    cache = fill(make("growing", "int8-rotated"), rng, 64 * 6 + 10)
     snapshots = [cache.snapshot() for _ in range(3)]
     before = cache.nbytes
     assert all(0 < one.nbytes < TABLE_BYTES for one in snapshots) and cache.nbytes == before
@@ -269,7 +269,7 @@ def test_no_copy_at_the_end_of_a_block(rng):
 
 
 def test_bounded_cache_gives_surplus_back(rng):
-    cache = kvfast.KVCache(LAYERS, HEADS, DIM, 512, dtype="int8")
+    cache = kvfast.KVCache(LAYERS, HEADS, DIM, 512, dtype="int8-rotated")
     own, snapshots = cache.nbytes, []
     for _ in range(3):
         fill(cache, rng, 512)
@@ -654,9 +654,9 @@ def test_cycle_of_garbage_with_a_snapshot(rng):
 
 def test_restored_ids_make_blocks_findable(rng):
     ids = rng.integers(0, 1000, 100)
-    cache = fill(make("growing", "int8"), rng, 100)
+    cache = fill(make("growing", "int8-rotated"), rng, 100)
     for snapshot in (cache.snapshot(ids), kvfast.Snapshot.from_state_dict(cache.snapshot(ids).state_dict())):
-        pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=16, block_size=32, dtype="int8")
+        pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=16, block_size=32, dtype="int8-rotated")
         sequence = pool.new_sequence()
         sequence.restore(snapshot)
         found = pool.match_prefix(ids)

@@ -104,7 +104,7 @@ def test_the_bits_do_not_depend_on_threads_and_neighbours(dtype):
     assert np.array_equal(model.cache.attend(0, q[:1], sliding_window=3000), together[:1])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int8-plain"])
+@pytest.mark.parametrize("dtype", ["float32", "int8-rotated", "int8-plain"])
 def test_queries_that_see_the_first_part_alone_have_its_bits(rng, dtype):
     """With a window and sink tokens, among others that see what was spliced."""
     for length, n, window, num_sink_tokens in ((70, 16, 28, 5), (65, 16, 6, 1), (70, 16, 66, 3), (300, 9, 5, 40), (90, 16, 60, 0)):
@@ -165,7 +165,7 @@ def test_a_conversation_without_end_fits_a_bounded_cache(dtype):
     assert len(cache._storage.segment_list()) <= 5
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int8-rotated", "int4"])
 def test_truncate_to_the_first_segment_ends_the_splice(dtype, tmp_path):
     rope = ROPES["halves"]
     model = Model(cache_of(dtype), rope).append(100)

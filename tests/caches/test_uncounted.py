@@ -37,7 +37,7 @@ def test_uncounted_tokens_refuse_a_snapshot(kind, name, rng):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["int4", "int8", "float32", "k8v4-recent"])
+@pytest.mark.parametrize("dtype", ["int4", "int8", "float32", "k8v4"])
 @pytest.mark.parametrize("name", ["fork", "copy"])
 def test_forks_and_copies_have_all_tokens(kind, dtype, name, rng):
     """They go on as the cache itself does, however it goes on."""
@@ -162,7 +162,7 @@ def test_explain_of_a_batch_counts_all_sequences(rng):
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
-@pytest.mark.parametrize("dtype", ["int4", "k8v4-recent", "k4v3", "int8"])
+@pytest.mark.parametrize("dtype", ["int4", "k8v4", "k4v3", "int8"])
 @pytest.mark.parametrize("length", [63, 78, 79, 80, 143])
 def test_guesses_that_nobody_counted_leave_no_trace(kind, dtype, length):
     """Also where their number would seal a block or release its floats."""

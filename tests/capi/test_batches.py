@@ -15,11 +15,13 @@ import kvfast
 INVALID, FULL, BUSY, ERROR = -1, -4, -5, -8
 
 POOLS = {
-    "int8": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=100, block_size=16, dtype="int8"),
+    "int8-rotated": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=100, block_size=16, dtype="int8-rotated"),
     "int4": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=24),
     "float32": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="float32"),
-    "narrower values": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=24, dtype="k8v4", v_head_dim=40),
-    "window": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=24, dtype="int8", sliding_window=40, num_sink_tokens=4, rollback=8),
+    "narrower values": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=24, dtype="k8v4-rotated", v_head_dim=40),
+    "window": lambda: kvfast.PagedKVCache(
+        2, 2, 64, num_blocks=24, dtype="int8-rotated", sliding_window=40, num_sink_tokens=4, rollback=8
+    ),
     "latent": lambda: kvfast.PagedMLAKVCache(2, 48, 16, num_blocks=24),
 }
 
@@ -68,7 +70,7 @@ def test_batches_have_the_bits_of_python(c, rng, kind):
 
 
 def test_more_sequences_than_are_compared_with_each_other(c, rng):
-    pool = kvfast.PagedKVCache(1, 1, 16, num_blocks=600, block_size=16, dtype="int8")
+    pool = kvfast.PagedKVCache(1, 1, 16, num_blocks=600, block_size=16, dtype="int8-rotated")
     handle, k = c.Pool(pool), rng.standard_normal((600, 1, 16), np.float32)
     sequences = [handle.new_sequence() for _ in range(600)]
     handle.append(0, sequences, k, k)
@@ -83,7 +85,7 @@ def test_more_sequences_than_are_compared_with_each_other(c, rng):
 
 @pytest.mark.parametrize("no_cascade", [False, True])
 def test_forks_read_what_they_share(c, rng, no_cascade):
-    pair = Pair(c, "int8", 1)
+    pair = Pair(c, "int8-rotated", 1)
     pair.step(rng, [1100])
     for _ in range(2):
         pair.handles.append(pair.handles[0].fork())
@@ -102,7 +104,7 @@ def test_forks_read_what_they_share(c, rng, no_cascade):
 
 
 def test_blocks_that_python_knows_by_their_tokens_are_not_written(c, rng):
-    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=8, block_size=16, dtype="int8")
+    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=8, block_size=16, dtype="int8-rotated")
     k = rng.standard_normal((32, 2, 64), np.float32)
     sequence = filled(pool.new_sequence(), k, k, token_ids=np.arange(32))
     handle, found = c.Pool(pool), pool.match_prefix(np.arange(33))
@@ -119,7 +121,7 @@ def test_blocks_that_python_knows_by_their_tokens_are_not_written(c, rng):
 
 def test_prefixes_are_found_by_their_tokens(c, rng):
     """By the salt that they were made with alone, and in Python as in C."""
-    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=12, block_size=16, dtype="int8")
+    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=12, block_size=16, dtype="int8-rotated")
     handle, k, ids = c.Pool(pool), rng.standard_normal((40, 2, 64), np.float32), np.arange(40)
     first = handle.match_prefix(ids, b"tenant")
     assert len(first) == 0
@@ -139,7 +141,7 @@ def test_prefixes_are_found_by_their_tokens(c, rng):
 
 
 def test_drafts_and_spans_of_a_batch(c, rng):
-    pair = Pair(c, "int8", 3)
+    pair = Pair(c, "int8-rotated", 3)
     pair.step(rng, (20, 40, 30))
     q = rng.standard_normal((9, 6, 64), np.float32)
     out, lse, starts = np.zeros((9, 6, 64), np.float32), np.zeros((9, 6), np.float32), [0, 3, 4, 9]
@@ -184,17 +186,17 @@ def test_the_right_branch_of_a_tree_is_kept(c, rng, make):
 
 
 def test_snapshots(c, rng):
-    pair = Pair(c, "int8", 1)
+    pair = Pair(c, "int8-rotated", 1)
     pair.step(rng, [50])
     handle, before = pair.handles[0], pair.sequences[0][0].snapshot()
     taken = handle.snapshot()
     pair.step(rng, [9])
     handle.restore(taken)
     assert len(handle) == 50 and pair.sequences[0][0].snapshot() == before
-    sequence = POOLS["int8"]().new_sequence()
+    sequence = POOLS["int8-rotated"]().new_sequence()
     c.Sequence.of(sequence).restore(taken)
     assert sequence.snapshot() == before
-    full = c.Sequence.of(kvfast.PagedKVCache(2, 2, 64, num_blocks=3, block_size=16, dtype="int8").new_sequence())
+    full = c.Sequence.of(kvfast.PagedKVCache(2, 2, 64, num_blocks=3, block_size=16, dtype="int8-rotated").new_sequence())
     strange = c.Sequence.of(kvfast.KVCache(2, 2, 32))
     for one, code, text, call in [
         (full, FULL, "4 blocks of 16 tokens are needed, and 3 of 3 are free", lambda one: one.restore(taken)),
@@ -217,7 +219,7 @@ def test_snapshots(c, rng):
 
 def test_files(c, rng, tmp_path):
     pytest.importorskip("safetensors")
-    pair, sequence = Pair(c, "int8", 1), POOLS["int8"]().new_sequence()
+    pair, sequence = Pair(c, "int8-rotated", 1), POOLS["int8-rotated"]().new_sequence()
     pair.step(rng, [50])
     handle = c.Sequence.of(sequence)
     with pytest.raises(ValueError, match=f"{ERROR}: .*No such file"):
@@ -229,7 +231,7 @@ def test_files(c, rng, tmp_path):
 
 
 def test_who_owns_what(c, rng):
-    pool, k = POOLS["int8"](), rng.standard_normal((1, 2, 64), np.float32)
+    pool, k = POOLS["int8-rotated"](), rng.standard_normal((1, 2, 64), np.float32)
     references = sys.getrefcount(pool)
     handle = c.Pool(pool)
     sequence = handle.new_sequence()
@@ -251,7 +253,7 @@ def test_who_owns_what(c, rng):
 
 def test_a_long_call_of_another_thread_needs_no_gil(extension, c, rng):
     """It cannot look for Ctrl-C: who holds the GIL may wait for its end."""
-    pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=1600, dtype="int8")
+    pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=1600, dtype="int8-rotated")
     sequence, k = pool.new_sequence(), rng.standard_normal((100_000, 2, 64), np.float32)
     filled(sequence, k, k)
     one, out = k[:1], np.zeros((1, 2, 64), np.float32)
@@ -260,7 +262,7 @@ def test_a_long_call_of_another_thread_needs_no_gil(extension, c, rng):
 
 
 def test_a_step_of_a_batch_needs_no_gil(extension, c, rng):
-    pool = POOLS["int8"]()
+    pool = POOLS["int8-rotated"]()
     sequences, k = tuple(pool.new_sequence() for _ in range(3)), rng.standard_normal((3, 2, 64), np.float32)
     handle, handles, out = c.Pool(pool), [], np.zeros((3, 2, 64), np.float32)
     handles = list(map(c.Sequence.of, sequences))
@@ -281,14 +283,14 @@ def test_a_step_of_a_batch_needs_no_gil(extension, c, rng):
         one.advance(1)
     needs = int(not getattr(sys, "_is_gil_enabled", lambda: True)())
     assert held(pool, sequences, 2, k, k, k, out, 0.2) == (0, needs)
-    other = POOLS["int8"]()
+    other = POOLS["int8-rotated"]()
     assert held(other, (), 2, k, k, k, out, 0.2) == (0, needs)  # a pool's first slots
     assert held(other, (), 2, k, k, k, out, 20.0) == (0, 1)
     assert np.allclose(out, k, atol=0.05)  # what the only token of each has as its value
 
 
 def test_many_threads_read_one_pool(c, rng):
-    pair = Pair(c, "int8", 2)
+    pair = Pair(c, "int8-rotated", 2)
     pair.step(rng, (300, 90))
     q = rng.standard_normal((2, 6, 64), np.float32)
     expected = pair.pools[1].attend_batch(0, q, pair.sequences[1])

@@ -157,15 +157,15 @@ def test_what_cannot_be_opened(runtimes):
 
 
 def test_a_pool_in_memory_of_c(runtimes, rng):
-    layout = buffer_layout(2, 2, 64, 4, 16, "int8")
+    layout = buffer_layout(2, 2, 64, 4, 16, "int8-rotated")
     memory = np.full(2 * layout.nbytes + 128, 255, np.uint8)
     start, gap = -memory.ctypes.data % 64, 64
     memory = memory[start : start + 2 * 4 * (layout.block_nbytes[0] + gap)]
     references = sys.getrefcount(memory)
-    nbytes, pool = runtimes[0].pool_over(memory, 2, 2, 64, 4, 16, b"int8", layout.block_nbytes[0] + gap)
+    nbytes, pool = runtimes[0].pool_over(memory, 2, 2, 64, 4, 16, b"int8-rotated", layout.block_nbytes[0] + gap)
     assert nbytes == layout.block_nbytes[0] and sys.getrefcount(memory) > references
     k, v = rng.standard_normal((2, 40, 2, 64), np.float32)
-    own = kvfast.PagedKVCache(2, 2, 64, 4, 16, "int8")
+    own = kvfast.PagedKVCache(2, 2, 64, 4, 16, "int8-rotated")
     for one in (pool, own):
         one.append_batch(1, k, v, np.arange(40))
     q = rng.standard_normal((1, 4, 64), np.float32)
@@ -176,10 +176,10 @@ def test_a_pool_in_memory_of_c(runtimes, rng):
     del pool
     assert sys.getrefcount(memory) == references
     for arguments, message in [
-        ((memory, 2, 2, 64, 4, 24, b"int8", 0), "block_size must be"),
-        ((memory, 2, 2, 64, 4, 16, b"int8", 64), "must not overlap"),
-        ((memory, 2, 2, 64, 4, 16, b"int8", nbytes + 4), "aligned to 64 bytes"),
-        ((None, 2, 2, 64, 4, 16, b"int8", 0), "layers.0. must not be NULL"),
+        ((memory, 2, 2, 64, 4, 24, b"int8-rotated", 0), "block_size must be"),
+        ((memory, 2, 2, 64, 4, 16, b"int8-rotated", 64), "must not overlap"),
+        ((memory, 2, 2, 64, 4, 16, b"int8-rotated", nbytes + 4), "aligned to 64 bytes"),
+        ((None, 2, 2, 64, 4, 16, b"int8-rotated", 0), "layers.0. must not be NULL"),
     ]:
         with pytest.raises(ValueError, match=message):
             runtimes[0].pool_over(*arguments)

@@ -10,11 +10,11 @@ import kvfast
 INVALID, SHAPE = -1, -2
 
 POOLS = {
-    "int8": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="int8"),
+    "int8-rotated": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="int8-rotated"),
     "bfloat16": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="bfloat16"),
     "int4-plain": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="int4-plain"),
-    "narrower values": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="k8v4", v_head_dim=40),
-    "window": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="int8", sliding_window=40, rollback=8),
+    "narrower values": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="k8v4-rotated", v_head_dim=40),
+    "window": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="int8-rotated", sliding_window=40, rollback=8),
     "latent": lambda: kvfast.PagedMLAKVCache(2, 48, 16, num_blocks=60, block_size=16),
 }
 
@@ -61,7 +61,7 @@ def test_tables_have_the_bits_of_python(c, rng, kind):
 
 @pytest.mark.parametrize("cascade", [True, False])
 def test_rows_that_share_blocks(c, rng, cascade):
-    scheduler = Scheduler(c, "int8", 1, rng)
+    scheduler = Scheduler(c, "int8-rotated", 1, rng)
     scheduler.step([130])
     tables, lens = np.repeat(scheduler.tables, 3, 0), np.repeat(scheduler.lens, 3)
     q, out = rng.standard_normal((3, 6, 64), np.float32), np.zeros((3, 6, 64), np.float32)
@@ -70,7 +70,7 @@ def test_rows_that_share_blocks(c, rng, cascade):
 
 
 def test_a_token_without_a_slot_is_left_out(c, rng):
-    pool, slots, k = POOLS["int8"](), np.array([32, -1, 33]), rng.standard_normal((3, 2, 64), np.float32)
+    pool, slots, k = POOLS["int8-rotated"](), np.array([32, -1, 33]), rng.standard_normal((3, 2, 64), np.float32)
     handle, out = c.Pool(pool), np.zeros((2, 1, 2, 64), np.float32)
     k[1] = np.nan
     table, length = np.array([[2]], np.int32), np.array([2], np.int32)
@@ -81,7 +81,7 @@ def test_a_token_without_a_slot_is_left_out(c, rng):
 
 
 def test_refused_tables_change_nothing(c, rng):
-    scheduler = Scheduler(c, "int8", 2, rng)
+    scheduler = Scheduler(c, "int8-rotated", 2, rng)
     scheduler.step([20, 3])
     pool, handle, tables, lens = scheduler.pools[0], scheduler.handle, scheduler.tables, scheduler.lens
     k, q = rng.standard_normal((3, 2, 64), np.float32), rng.standard_normal((2, 6, 64), np.float32)
@@ -112,7 +112,7 @@ def test_pools_that_tables_do_not_fit(c, rng):
     floats = c.Pool(kvfast.PagedKVCache(1, 2, 64, num_blocks=4))
     with pytest.raises(ValueError, match="-1: this pool needs sequences, or batches from prepare_batch"):
         floats.append_slots(0, np.zeros(1, np.int64), k, k)
-    pool = POOLS["int8"]()
+    pool = POOLS["int8-rotated"]()
     sequence, handle = pool.new_sequence(), c.Pool(pool)
     with pytest.raises(ValueError, match="-1: slot_mapping holds 0, a slot that no sequence has"):
         handle.append_slots(0, np.zeros(1, np.int64), k, k)
@@ -126,7 +126,7 @@ def test_pools_that_tables_do_not_fit(c, rng):
 
 
 def test_a_batch_counts_all_of_its_tokens_or_none(c, rng):
-    pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="int8")
+    pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=60, block_size=16, dtype="int8-rotated")
     handle, k, ids = c.Pool(pool), rng.standard_normal((40, 2, 64), np.float32), np.arange(40)
     a, b, idle = (handle.new_sequence() for _ in range(3))
     starts = (0, 33, 33, 40)

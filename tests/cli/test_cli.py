@@ -371,10 +371,10 @@ def test_eval_formats(model, text):
     assert [score["runtime"] for score in every] == ["kvfast"] * len(every)
     bits = {score["dtype"]: score["bits_per_element"] for score in every}
     assert bits["bfloat16"] == pytest.approx(16 * 16 / 12 * 64 / 39, rel=0.01)  # heads of 12, stored as 16; whole blocks
-    assert bits["int4-plain"] < bits["int8"] == bits["int8-plain"] < bits["bfloat16"]
-    assert bits["int4-plain"] < bits["k8v4"] < bits["int8"]
+    assert bits["int4-plain"] < bits["int8-rotated"] == bits["int8-plain"] < bits["bfloat16"]
+    assert bits["int4-plain"] < bits["k8v4-rotated"] < bits["int8-rotated"]
     assert results("--formats", "int8/int4") == results("--dtype", "int8/int4")
-    assert [score["dtype"] for score in results("--formats", "int8", "--v-dtype", "int4")] == ["int8/int4"]
+    assert [score["dtype"] for score in results("--formats", "int8-rotated", "--v-dtype", "int4")] == ["int8/int4"]
     assert [score["dtype"] for score in results()] == list(FORMATS)
 
 

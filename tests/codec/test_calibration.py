@@ -33,7 +33,7 @@ def calibration():
     return kvfast.calibrate(*text(RNG, 640))
 
 
-NAMES = ["int2", "int3", "int4", "int8", "k8v4-recent"]
+NAMES = ["int2", "int3", "int4", "int8", "k8v4"]
 
 
 def formats(calibration):

@@ -252,6 +252,8 @@ class World:
         if not open_tokens(form):
             return True
         codes, coded = coded_at(form, at, size), track.coded[layer]
+        if form.recent_by_query:
+            return bool((track.read_from(layer, at) == track.read_from(layer, track.layer_length(layer) - 1)).all())
         encoded = max(coded, track.length // size * size) if form.seals else track.layer_length(layer)
         return bool((np.maximum(coded, np.minimum(codes, encoded)) == coded).all())
 

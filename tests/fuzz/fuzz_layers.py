@@ -12,7 +12,7 @@ from fuzz_refusals import bits
 
 import kvfast
 
-FORMATS = [kvfast.KVFormat.of(name) for name in ("int4", "int3", "int2", "k8v4-recent", "int8-recent", "int8", "float16")] + [
+FORMATS = [kvfast.KVFormat.of(name) for name in ("int4", "int3", "int2", "k8v4", "int8-centred", "int8", "float16")] + [
     kvfast.KVFormat("int4/int8", per_channel=True, clip_search=False, num_first_float_tokens=3),
     kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True),
 ]

@@ -30,10 +30,15 @@ def open_tokens(form):
     return max(16 if form.seals else 0, form.num_recent_float_tokens)
 
 
-def coded_at(form, length, block_size):
-    """Tokens that no query reads as floats once there are `length`: with `seals` whole blocks, else sixteens."""
+def coded_at(form, position, block_size, kept=0):
+    """First token that a query at a position reads as a float, or with `kept` more of them: with `seals` whole blocks, else sixteens."""
     border = block_size if form.seals else 16
-    return np.maximum(length - open_tokens(form), 0) // border * border if open_tokens(form) else length
+    return np.maximum(position - open_tokens(form) - kept, 0) // border * border if open_tokens(form) else position
+
+
+def released_at(form, length, block_size):
+    """Tokens without float rows once `length` are counted: where queries have floats of their own, 16 more stay for a rollback."""
+    return coded_at(form, length, block_size, 16 if form.recent_by_query else 0)
 
 
 class Finding(AssertionError):

@@ -46,7 +46,7 @@ class PreparedWorld(PoolWorld):
         self.is_prepared = often(self.rng, 0.6)
         if not self.is_prepared:
             self.formats = [
-                kvfast.KVFormat.of("int8") if one.open_tokens or one.num_first_float_tokens else one for one in self.formats
+                kvfast.KVFormat.of("int8-rotated") if one.open_tokens or one.num_first_float_tokens else one for one in self.formats
             ]
             return
         while not any(one.open_tokens or one.num_first_float_tokens for one in self.formats):

@@ -1,7 +1,7 @@
 """The rows that a cache was given, and what follows of them: what `fuzz_caches` compares its answers with."""
 
 import numpy as np
-from fuzz_oracle import NEVER, Finding, Side, coded_at, open_tokens
+from fuzz_oracle import NEVER, Finding, Side, coded_at, open_tokens, released_at
 
 
 class Track:
@@ -57,7 +57,14 @@ class Track:
 
     def coded_at(self, length):
         """Tokens of each layer that no query reads as floats once there are `length`."""
-        return [int(coded_at(one, length, self.block_size)) if open_tokens(one) else 0 for one in self.formats]
+        return [int(released_at(one, length, self.block_size)) if open_tokens(one) else 0 for one in self.formats]
+
+    def read_from(self, layer, position):
+        """First token that queries at a position, or after the tokens that are counted, read as a float."""
+        form = self.formats[layer]
+        if not open_tokens(form) or not form.recent_by_query:
+            return self.coded[layer]
+        return np.maximum(self.coded[layer], coded_at(form, np.maximum(position, self.length), self.block_size))
 
     def is_fresh(self):
         """Whether a fresh cache has the same codes and floats: no block was written again after its floats were gone."""
@@ -102,7 +109,8 @@ class Track:
         given = self.rows[layer][values][positions]
         spans = self.spans_of(layer, positions) if side.per_channel or side.centred else np.zeros(1)
         gaps = np.flatnonzero(np.diff(positions) > 1)  # sink tokens have codes alone once blocks after them are gone
-        lossy = max(self.lossy[layer], positions[gaps[-1] + 1]) if len(gaps) else self.lossy[layer]
+        lossy = max(self.lossy[layer], self.read_from(layer, self.layer_length(layer) - 1))
+        lossy = max(lossy, positions[gaps[-1] + 1]) if len(gaps) else lossy
         told = f"{'values' if values else 'keys'} of {where}"
         side.check(got, given, positions, spans, lossy, told, self.lossy[layer] if side.newest else NEVER)
         self._check_seen(layer, values, got, positions, where)

@@ -333,7 +333,7 @@ def test_a_text_is_no_truth_value(tmp_path):
     cache, pool, q = kvfast.KVCache(1, 2, 64), kvfast.PagedKVCache(1, 2, 64, num_blocks=4), rows[:1]
     filled(cache, rows, rows)
     cache.save(tmp_path / "cache")
-    sequence, slots = pool.new_sequence(), kvfast.PagedKVCache(1, 2, 64, num_blocks=4, dtype="int8")
+    sequence, slots = pool.new_sequence(), kvfast.PagedKVCache(1, 2, 64, num_blocks=4, dtype="int8-rotated")
     filled(sequence, rows, rows)
     compressed = kvfast.KVCacheCompressor(kvfast.Quantize()).compress_kv_3d(rows.swapaxes(0, 1), rows.swapaxes(0, 1))
     qkv, turn = np.ones((1, 6 * 64), np.float32), np.ones((1, 32), np.float32)
@@ -366,8 +366,8 @@ def test_a_mask_is_refused_wherever_an_array_is_due():
 
     rows, layout = np.ones((3, 2, 64), np.float32), {"block_table": [[0, 1]], "seq_lens": [3]}
     cache, slots = (
-        kvfast.KVCache(1, 2, 64, dtype="int8", max_state_bytes=1 << 20),
-        kvfast.PagedKVCache(1, 2, 64, num_blocks=2, dtype="int8"),
+        kvfast.KVCache(1, 2, 64, dtype="int8-rotated", max_state_bytes=1 << 20),
+        kvfast.PagedKVCache(1, 2, 64, num_blocks=2, dtype="int8-rotated"),
     )
     filled(cache, rows, rows)
     slots.append_batch(0, rows, rows, [0, 1, 2])
@@ -382,7 +382,7 @@ def test_a_mask_is_refused_wherever_an_array_is_due():
         "first_float_rows": lambda: slots.take_blocks([0], masked(np.zeros(0, np.uint8))),
         "state 'a'": lambda: cache.add_checkpoint({"a": masked([1.0, 2.0])}),
         "rows": lambda: kvfast.Calibration(masked(np.eye(4)[None, None]), np.eye(4)[None, None]),
-        "buffer": lambda: kvfast.PagedKVCache(1, 2, 64, num_blocks=1, dtype="int8", buffer=masked(np.zeros(1 << 16, np.uint8))),
+        "buffer": lambda: kvfast.PagedKVCache(1, 2, 64, num_blocks=1, dtype="int8-rotated", buffer=masked(np.zeros(1 << 16, np.uint8))),
         "token_ids": lambda: kvfast.llama_cpp.write_state(cache, token_ids=masked([1, 2, 3])),
     }.items():
         with pytest.raises(TypeError, match=f"^{name} must not be a masked array: pass {name}"):

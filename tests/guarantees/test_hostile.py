@@ -284,7 +284,7 @@ def test_a_prompt_cache_takes_caches(tmp_path):
             prompts.restore(wrong, [1])
 
 
-@pytest.mark.parametrize("dtype", ["int8-plain", "int4-plain", "int8"])
+@pytest.mark.parametrize("dtype", ["int8-plain", "int4-plain", "int8-rotated"])
 def test_codes_beyond_float32_are_refused_when_they_are_read(dtype):
     """Each forged scale is a number, and with its codes it stands for none."""
     cache = filled(kvfast.KVCache(1, 1, 64, dtype=dtype), *np.random.default_rng(0).standard_normal((2, 20, 1, 64)).astype(np.float32))

@@ -272,7 +272,7 @@ class MeetingIds:
 
 def test_ids_change_together_with_their_tokens(rng):
     """Another thread finds either both done, or none."""
-    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=16, block_size=64, dtype="int8")
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=16, block_size=64, dtype="int8-rotated")
     sequence = pool.new_sequence()
     sequence.append(0, *kv(rng, 64))
     calls = {
@@ -294,7 +294,7 @@ def test_ids_change_together_with_their_tokens(rng):
 @pytest.mark.parametrize("left", ["advance", "truncate", "restore"])
 def test_interrupted_call_forgets_ids(rng, monkeypatch, left):
     """Whoever asks for a prefix never gets the keys and values of other tokens."""
-    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=16, block_size=32, dtype="int8")
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=16, block_size=32, dtype="int8-rotated")
     sequence, other = pool.new_sequence(), pool.new_sequence()
     for one, ids in ((sequence, range(64)), (other, range(100, 164))):
         filled(one, *kv(rng, 64), token_ids=ids)
@@ -515,7 +515,7 @@ class Writing:
 
 def test_arrays_that_were_checked_are_not_read_again(rng):
     """A scheduler that fills in the next step's while a call reads this one's."""
-    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=8, block_size=32, dtype="int8")
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=8, block_size=32, dtype="int8-rotated")
     k, v = kv(rng, 96)
     pool.append_batch(0, k, v, np.arange(96))
     q = rng.standard_normal((2, 4, 32), np.float32)

@@ -566,13 +566,13 @@ def test_served_texts_are_those_of_each_request_alone(tiny_model, num_blocks, ma
     model.batch_invariant = True
     start = tokenizer.encode("the cat sat on the mat and the dog sat on the cat ")
     prompts = [[*start, *tokenizer.encode(text)] for text in ("a", "the", "dog", "sat on", "mat", "and the", "on")]
-    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=num_blocks, block_size=16, dtype="int8")
+    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=num_blocks, block_size=16, dtype="int8-rotated")
     server = llama.BatchGenerator(model, pool, end_ids=tokenizer.end_ids, max_running=max_running, max_batch_tokens=40)
     requests = [server.add(prompt, 20) for prompt in prompts]
     for _ in server.run():
         assert len(server.running) <= max_running
     for prompt, request in zip(prompts, requests, strict=True):
-        cache = new_cache(model, "int8")
+        cache = new_cache(model, "int8-rotated")
         assert request.finished
         assert request.output == list(llama.generate(model, prompt, cache, max_tokens=20, end_ids=tokenizer.end_ids))
     assert pool.num_free_blocks == num_blocks and pool.num_sequences == 0

@@ -78,7 +78,7 @@ def test_known_ranges(rng):
     # Rounding errors are even over a step: 2**-11 of a number at most, a 127th of a row's largest at int8.
     assert 1e-4 < half.k_error < 2**-11 and 1e-3 < bfloat.k_error < 2**-8
     assert 0.002 < int8.k_error < 0.01 and 0.03 < int4.k_error < 0.15
-    rotated, k8v4, best = kvfast.fidelity(q, k, v, ("int8", "k8v4", "int4"))
+    rotated, k8v4, best = kvfast.fidelity(q, k, v, ("int8-rotated", "k8v4-rotated", "int4"))
     assert 0.002 < rotated.k_error < 0.01 and rotated.v_error < 0.01
     assert k8v4.k_error == rotated.k_error and 0.03 < k8v4.v_error < int4.v_error
     assert 0.03 < best.k_error < int4.k_error and 0.03 < best.v_error < int4.v_error
@@ -217,14 +217,14 @@ def test_unknown_format_is_refused_at_once(rng, monkeypatch):
 
 def test_choose_smallest_that_meets(rng):
     arrays = tensors(rng)
-    formats = ["float32", "float16", "int8", "int4-plain"]  # from the largest: their order does not matter
+    formats = ["float32", "float16", "int8-rotated", "int4-plain"]  # from the largest: their order does not matter
     reports = kvfast.fidelity(*arrays, formats)
     for metric in ("output_error", "kl"):
         for report in reports:
             bound = getattr(report, metric)
             assert kvfast.choose_format(*arrays, bound, formats, metric) == report.format
             assert kvfast.choose_format(*arrays, bound * 1.01, formats[::-1], metric) == report.format
-    assert kvfast.choose_format(*arrays) == "int8"
+    assert kvfast.choose_format(*arrays) == "int8-rotated"
     assert kvfast.choose_format(*arrays, 0.5) == "int2-plain"  # of a few tokens, "int2" to "int4" keep many as floats
     many = tensors(rng, num_queries=4, num_tokens=4096)
     assert kvfast.choose_format(*many, 0.15) == "int4"
@@ -303,7 +303,7 @@ def test_float_tokens_pay_where_queries_look(rng):
     k, v = rng.standard_normal((2, n, 2, 64)).astype(np.float32)
     near = k[n - queries - 3 : n - 3] * 1.5 + k[1] * 1.5
     q = np.repeat(near, 2, axis=1).astype(np.float32)
-    for plain, recent in (("k8v4", "k8v4-recent"), ("int8", "int8-recent")):
+    for plain, recent in (("k8v4-rotated", "k8v4"), ("int8-rotated", "int8")):
         without, with_floats = kvfast.fidelity(q, k, v, [plain, recent])
         assert with_floats.output_error < 0.25 * without.output_error
         assert with_floats.bits_per_element < without.bits_per_element + 3.5  # 96 of 512 tokens in float16, on both sides

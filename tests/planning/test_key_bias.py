@@ -38,7 +38,7 @@ def test_the_named_formats_are_those_that_lose_more_than_int4():
     assert set(named) - set(enough_bits) == {"int2", "int2-plain", "int3-plain"}
 
 
-@pytest.mark.parametrize("model_type, formats", [("llama", ["int8"]), (None, ["int8"]), ("qwen2", ["int4", "float16", "int8-recent"])])
+@pytest.mark.parametrize("model_type, formats", [("llama", ["int8"]), (None, ["int8"]), ("qwen2", ["int4", "float16", "int8-centred"])])
 def test_nothing_is_said_of_others(model_type, formats):
     assert key_bias_note(model_type, {name: KVFormat.of(name) for name in formats}) is None
 

@@ -111,8 +111,7 @@ def test_latent_rows_are_those_of_their_cache():
         "k4v3",
         "int3",
         "int2",
-        "int8-recent",
-        "k8v4-recent",
+        "int8-centred",
         "int4-recent",
     }  # without floats
     for one in planned.dtypes:
@@ -126,12 +125,13 @@ def test_latent_rows_are_those_of_their_cache():
 
 def test_layers_of_several_shapes_and_formats():
     uneven = of_heads() | {"num_hidden_layers": 4, "num_key_value_heads": [2, 4, 0, 2]}
-    planned = kvfast.plan(uneven, context=200, dtype=[["int8", "int4-plain", "float16"], "int8"], **QUIET)
+    planned = kvfast.plan(uneven, context=200, dtype=[["int8-rotated", "int4-plain", "float16"], "int8-rotated"], **QUIET)
     two, four = (
-        kvfast.KVCache(len(dtypes), heads, 64, 200, dtype=dtypes) for heads, dtypes in ((2, ["int8", "float16"]), (4, ["int4-plain"]))
+        kvfast.KVCache(len(dtypes), heads, 64, 200, dtype=dtypes)
+        for heads, dtypes in ((2, ["int8-rotated", "float16"]), (4, ["int4-plain"]))
     )
     assert planned["mixed"].bytes_per_sequence == two.nbytes + four.nbytes
-    assert planned["int8"].bytes_per_token == (2 * 2 + 4) * 2 * (64 + 4)
+    assert planned["int8-rotated"].bytes_per_token == (2 * 2 + 4) * 2 * (64 + 4)
     assert "1 of 4 layers" in planned.notes[0]
     with pytest.raises(KeyError):
         planned["int4"]
@@ -356,8 +356,8 @@ def test_gguf_files(tmp_path):
     TINY_GGUF["write_model"](path)
     from kvfast.llama import GGUFFile, LlamaModel, ModelFileError
 
-    planned, model = kvfast.plan(path, context=100, dtype="int8", **QUIET), LlamaModel.from_gguf(path)
-    cache = kvfast.KVCache(*model.cache_shape, 100, dtype="int8")
+    planned, model = kvfast.plan(path, context=100, dtype="int8-rotated", **QUIET), LlamaModel.from_gguf(path)
+    cache = kvfast.KVCache(*model.cache_shape, 100, dtype="int8-rotated")
     assert planned.dtypes[0].bytes_per_sequence == cache.nbytes
     sizes = GGUFFile(path).tensor_bytes()
     assert planned.model.weight_bytes == sum(sizes.values()) < path.stat().st_size
@@ -365,7 +365,7 @@ def test_gguf_files(tmp_path):
     assert planned.model.weight_bytes_read == sum(sizes.values()) - looked_up
     assert planned.dtypes[0].tokens_per_second_with_weights < planned.dtypes[0].tokens_per_second
     assert planned.memory == QUIET["memory"] - planned.model.weight_bytes
-    wider = kvfast.plan(path, context=100, dtype="int8", weight_bytes=2 * planned.model.weight_bytes, **QUIET).model
+    wider = kvfast.plan(path, context=100, dtype="int8-rotated", weight_bytes=2 * planned.model.weight_bytes, **QUIET).model
     assert wider.weight_bytes_read == 2 * planned.model.weight_bytes_read  # the same share of them
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)

@@ -24,7 +24,7 @@ TOKENS = list(range(300))
 STREAM = Stream(11, 480, layers=2)
 
 
-def prompts_of(store=None, dtype="int8", **options):
+def prompts_of(store=None, dtype="int8-rotated", **options):
     size = kvfast.KVFormat.of(dtype).block_size or 64
     return kvfast.PromptCache(DictStore() if store is None else store, chunk_tokens=max(64, size), **options)
 
@@ -58,7 +58,7 @@ def test_every_format_comes_back(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["int4", "int8", "float16"])
+@pytest.mark.parametrize("dtype", ["int4", "int8-rotated", "float16"])
 def test_every_kind_comes_back(kind, dtype):
     prompts = prompts_of(dtype=dtype)
     whole = STREAM.feed(make(kind, dtype), 300, 1)
@@ -94,32 +94,32 @@ def test_the_same_beginning_is_stored_once():
     prompts = prompts_of()
     for last in range(20):
         tokens = [*TOKENS[:200], *[900 + last] * 100]
-        assert prompts.save(STREAM.feed(make("growing", "int8"), 300), tokens)
+        assert prompts.save(STREAM.feed(make("growing", "int8-rotated"), 300), tokens)
     store = prompts.store
     # 200 tokens have 3 whole chunks; what follows is each prompt's own.
     assert len(store.keys("c")) == 3 + 20 and len(store.keys("e")) == 20
     before = len(store.values)
-    assert prompts.save(STREAM.feed(make("growing", "int8"), 300), tokens) and len(store.values) == before
+    assert prompts.save(STREAM.feed(make("growing", "int8-rotated"), 300), tokens) and len(store.values) == before
 
 
 def test_a_prompt_is_found_with_few_calls():
     prompts = prompts_of()
-    prompts.save(STREAM.feed(make("growing", "int8"), 300), TOKENS)
+    prompts.save(STREAM.feed(make("growing", "int8-rotated"), 300), TOKENS)
     prompts.flush()
     for _ in range(2):
         prompts.store.calls.clear()
-        assert prompts.restore(make("growing", "int8"), TOKENS) == 299
+        assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 299
         prompts.flush()
         names = [name for name, _ in prompts.store.calls]
         # One for all chunks, then lists of tails, the end, and the chunks themselves.
         assert names.count("contains") == 1 and names.count("get") <= 6 and names.count("touch") == 1
         for i in range(50):
-            prompts.save(STREAM.feed(make("growing", "int8"), 90), [1000 + i] * 90)
+            prompts.save(STREAM.feed(make("growing", "int8-rotated"), 90), [1000 + i] * 90)
         prompts.flush()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", ["int4", "int8-rotated"])
 def test_a_saved_beginning_is_found_for_any_longer_prompt(kind, dtype):
     """A system prompt, however long the question; also where another prompt has the same beginning and more chunks."""
     prompts, ids = prompts_of(dtype=dtype), np.arange(2000)
@@ -142,7 +142,7 @@ def test_a_pool_with_a_window_finds_a_saved_beginning(window):
     rows = np.random.default_rng(0).standard_normal((2, 241, 2, 20), np.float32)
 
     def pool():
-        new = kvfast.PagedKVCache(1, 2, 20, num_blocks=80, dtype="int8", sliding_window=window, num_sink_tokens=4)
+        new = kvfast.PagedKVCache(1, 2, 20, num_blocks=80, dtype="int8-rotated", sliding_window=window, num_sink_tokens=4)
         new.use_prompt_cache(prompts, save=False)
         return new
 
@@ -156,17 +156,17 @@ def test_a_pool_with_a_window_finds_a_saved_beginning(window):
 
 def test_a_long_prompt_of_a_ring_is_found_with_few_calls():
     prompts, ids = prompts_of(), np.arange(20_000)
-    prompts.save(STREAM.feed(make("ring", "int8"), 100), ids[:100])
+    prompts.save(STREAM.feed(make("ring", "int8-rotated"), 100), ids[:100])
     prompts.flush()
     prompts.store.calls.clear()
-    assert prompts.restore(make("ring", "int8"), ids) == 100
+    assert prompts.restore(make("ring", "int8-rotated"), ids) == 100
     prompts.flush()
     names = [name for name, _ in prompts.store.calls]
     assert names.count("contains") == 1 and names.count("get") <= 2
 
 
 @pytest.mark.parametrize("kind", ["growing", "sequence", "sequence with window", "ring and whole layer"])
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", ["int4", "int8-rotated"])
 @settings(max_examples=12, deadline=None)  # a busy machine takes longer
 @given(data=st.data())
 def test_any_history_equals_computing(kind, dtype, data):
@@ -203,7 +203,7 @@ def same_codes(cache, other):
     return len(cache) == len(other) and all(np.max(np.abs(a - b), initial=0) < 0.8 for a, b in zip(rows_of(cache), rows_of(other)))
 
 
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", ["int4", "int8-rotated"])
 @pytest.mark.parametrize("wrong", ["flipped", "cut", "longer", "empty", "swapped", "another", "random"])
 def test_lies_are_never_attended_to(wrong, dtype):
     prompts, whole = prompts_of(dtype=dtype), STREAM.feed(make("growing", dtype), 300)
@@ -239,12 +239,12 @@ def test_lies_are_never_attended_to(wrong, dtype):
 def test_tenants_do_not_meet():
     store = DictStore()
     ours, theirs, none = (prompts_of(store, secret=secret) for secret in (b"ours", b"theirs", b""))
-    whole = STREAM.feed(make("growing", "int8"), 300)
+    whole = STREAM.feed(make("growing", "int8-rotated"), 300)
     ours.save(whole, TOKENS)
-    assert ours.restore(make("growing", "int8"), TOKENS) == 299
+    assert ours.restore(make("growing", "int8-rotated"), TOKENS) == 299
     for other in (theirs, none):
-        assert other.restore(make("growing", "int8"), TOKENS) == 0
-    assert ours.restore(make("growing", "int8"), TOKENS, salt=b"x") == 0
+        assert other.restore(make("growing", "int8-rotated"), TOKENS) == 0
+    assert ours.restore(make("growing", "int8-rotated"), TOKENS, salt=b"x") == 0
     # Values of another tenant under the keys of this one are refused.
     theirs.save(whole, TOKENS)
     keys = store.keys("c")
@@ -252,22 +252,22 @@ def test_tenants_do_not_meet():
     for a, b in zip(keys[:half], keys[half:]):
         store.values[a] = store.values[b]
     with pytest.warns(RuntimeWarning, match="another key"):
-        assert ours.restore(make("growing", "int8"), TOKENS) == 0
+        assert ours.restore(make("growing", "int8-rotated"), TOKENS) == 0
 
 
 def test_a_store_that_fails_costs_a_warning():
     prompts = prompts_of(time_limit=0.2)
-    whole = STREAM.feed(make("growing", "int8"), 300)
+    whole = STREAM.feed(make("growing", "int8-rotated"), 300)
     prompts.save(whole, TOKENS)
     prompts.flush()  # or what marks the values as used fails first, and warns of writing
     prompts.store.error = kvfast.StoreError("the server is gone")
     with pytest.warns(RuntimeWarning, match="computed, as dict fails: the server is gone"):
-        assert prompts.restore(make("growing", "int8"), TOKENS) == 0
+        assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 0
     for _ in range(3):  # and no other warning
-        assert prompts.restore(make("growing", "int8"), TOKENS) == 0
+        assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 0
         assert not prompts.save(whole, [*TOKENS[:299], 5])
     calls = len(prompts.store.calls)
-    assert prompts.restore(make("growing", "int8"), TOKENS) == 0 and len(prompts.store.calls) == calls  # it pauses
+    assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 0 and len(prompts.store.calls) == calls  # it pauses
 
 
 TOLD = "prompts are not saved, as dict fails: it has no room"
@@ -277,7 +277,7 @@ def test_a_full_store_is_told_once_and_left_alone(monkeypatch, caplog):
     """Figures of their own for what it took and what not; a line when it takes values again; and no more of both for a while."""
     now = 100.0
     monkeypatch.setattr(patient.time, "monotonic", lambda: now)
-    prompts, whole = prompts_of(), STREAM.feed(make("growing", "int8"), 300)
+    prompts, whole = prompts_of(), STREAM.feed(make("growing", "int8-rotated"), 300)
     store, puts = prompts.store, lambda: sum(name == "put" for name, _ in prompts.store.calls)
     for times in range(3):
         store.put = lambda key, value: store.calls.append(("put", 1))  # as a store of the user that says nothing
@@ -285,11 +285,11 @@ def test_a_full_store_is_told_once_and_left_alone(monkeypatch, caplog):
         with pytest.warns(RuntimeWarning, match=TOLD) if not times else contextlib.nullcontext():
             assert not prompts.save(whole, TOKENS)
         assert not prompts.save(whole, [*TOKENS[:299], 5]) and 1 <= puts() <= 2  # for each thread that writes
-        assert prompts.restore(make("growing", "int8"), TOKENS) == 0 and not caplog.records[1:]
+        assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 0 and not caplog.records[1:]
         assert times < prompts.stats.num_refused <= 2 * (times + 1) and prompts.stats.bytes_refused > 0  # what it was offered
         now += patient.FIRST_PAUSE
         del store.put
-        assert prompts.save(whole, TOKENS) and prompts.restore(make("growing", "int8"), TOKENS) == 299
+        assert prompts.save(whole, TOKENS) and prompts.restore(make("growing", "int8-rotated"), TOKENS) == 299
         prompts.flush()
         assert [one.message for one in caplog.records] == ["prompts are saved again, as dict is well"]
         assert prompts.stats.bytes_written == (times + 1) * sum(map(len, store.values.values()))
@@ -316,7 +316,7 @@ def test_a_value_that_is_too_large_is_refused_alone(tmp_path, is_tiered):
 
 def test_nothing_is_done_for_a_store_that_is_left_alone(monkeypatch):
     monkeypatch.setattr(patient, "FIRST_PAUSE", 60.0)
-    prompts, whole = prompts_of(), STREAM.feed(make("growing", "int8"), 300)
+    prompts, whole = prompts_of(), STREAM.feed(make("growing", "int8-rotated"), 300)
     assert prompts.save(whole, TOKENS)
     prompts.store.put = lambda key, value: False
     with pytest.warns(RuntimeWarning, match=TOLD):
@@ -337,63 +337,64 @@ def test_a_trouble_that_comes_again_is_shown_again(monkeypatch, caplog):
         warnings.showwarning = lambda message, *others: shown.append(str(message))
         for error in (kvfast.StoreError("gone"), None) * 3:
             prompts.store.error = error
-            assert prompts.restore(make("growing", "int8"), TOKENS) == 0
+            assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 0
     trouble, end = "prompts are computed, as dict fails: gone", "prompts are found again, as dict is well"
     assert shown == [trouble] and [one.message for one in caplog.records] == [end, trouble, end, trouble, end]
 
 
 def test_a_slow_store_costs_its_time_limit():
     prompts = prompts_of(time_limit=0.2)
-    prompts.save(STREAM.feed(make("growing", "int8"), 300), TOKENS)
+    prompts.save(STREAM.feed(make("growing", "int8-rotated"), 300), TOKENS)
     prompts.store.delay = 2
     begin = time.perf_counter()
     with pytest.warns(RuntimeWarning, match="no answer within 0.2 s"):
-        assert prompts.restore(make("growing", "int8"), TOKENS) == 0
+        assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 0
     assert time.perf_counter() - begin < 1.9
     prompts.close()
 
 
 def test_what_is_faster_to_compute_is_not_fetched():
     prompts = prompts_of()
-    prompts.save(STREAM.feed(make("growing", "int8"), 300), TOKENS)
+    prompts.save(STREAM.feed(make("growing", "int8-rotated"), 300), TOKENS)
     prompts.store.delay = 0.05
-    assert prompts.restore(make("growing", "int8"), TOKENS, tokens_per_second=1) == 299
+    assert prompts.restore(make("growing", "int8-rotated"), TOKENS, tokens_per_second=1) == 299
     gets = len(prompts.store.keys("c"))
     assert gets == 4
-    found = [prompts.restore(make("growing", "int8"), TOKENS, tokens_per_second=1e6) for _ in range(3)]
+    found = [prompts.restore(make("growing", "int8-rotated"), TOKENS, tokens_per_second=1e6) for _ in range(3)]
     assert found == [0, 0, 0]
-    assert prompts.restore(make("growing", "int8"), TOKENS) == 299
+    assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 299
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_process_has_threads_of_its_own(tmp_path):
     with prompts_of(str(tmp_path)) as prompts:
-        prompts.save(STREAM.feed(make("growing", "int8"), 300), TOKENS)
-        assert prompts.restore(make("growing", "int8"), TOKENS) == 299
+        prompts.save(STREAM.feed(make("growing", "int8-rotated"), 300), TOKENS)
+        assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 299
         child = os.fork()
         if not child:
-            os._exit(prompts.restore(make("growing", "int8"), TOKENS) != 299)
+            os._exit(prompts.restore(make("growing", "int8-rotated"), TOKENS) != 299)
         assert os.waitpid(child, 0)[1] == 0
-        assert prompts.restore(make("growing", "int8"), TOKENS) == 299
+        assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 299
 
 
 def test_saving_in_the_background():
     with prompts_of(background=True) as prompts:
         prompts.store.delay = 0.05
-        cache = STREAM.feed(make("growing", "int8"), 300)
+        cache = STREAM.feed(make("growing", "int8-rotated"), 300)
         assert prompts.save(cache, TOKENS)
         cache.clear()
         STREAM.feed(cache, 100)  # the saved bytes are those of before
         prompts.flush()
         assert len(prompts.store.keys("c")) == 4 and len(prompts) == 1
-        other = make("growing", "int8")
+        other = make("growing", "int8-rotated")
         assert prompts.restore(other, TOKENS) == 299
-        assert other.snapshot() == STREAM.feed(make("growing", "int8"), 299).snapshot()
+        assert other.snapshot() == STREAM.feed(make("growing", "int8-rotated"), 299).snapshot()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block_size", "window"), [("int4", None, None), ("int8", 64, None), ("int8", 32, None), ("int8", 16, 100)]
+    ("dtype", "block_size", "window"),
+    [("int4", None, None), ("int8-rotated", 64, None), ("int8-rotated", 32, None), ("int8-rotated", 16, 100)],
 )
 def test_a_pool_goes_on_to_the_store(dtype, block_size, window):
     store = DictStore()

@@ -21,7 +21,7 @@ def test_finds_the_longest_prefix(tmp_path):
     assert len(prompts) == 4
     for prompt, found in [([1, 2, 3, 4, 8], 4), ([1, 2, 9, 9], 3), ([1, 2], 1), ([7] * 300, 100), ([7] * 100, 99), ([5, 1], 0)]:
         for opened in (prompts, kvfast.PromptCache(tmp_path / "new" / "folder")):
-            cache = kvfast.KVCache(2, 2, 20, dtype="int8")
+            cache = kvfast.KVCache(2, 2, 20, dtype="int8-rotated")
             assert opened.restore(cache, prompt) == found
             assert holds(cache, prompt[:found])
             extend(cache, prompt[found:])
@@ -40,21 +40,21 @@ def test_models_and_settings_are_kept_apart(tmp_path):
     prompts = kvfast.PromptCache(tmp_path)
     prompts.save(filled([1, 2, 3]), [1, 2, 3], model="a")
     for model, settings in [("b", {}), ("a", {"dtype": "int4"}), ("a", {"dtype": "int8-plain"}), ("a", {"v_dtype": "float16"})]:
-        assert prompts.restore(kvfast.KVCache(2, 2, 20, **({"dtype": "int8"} | settings)), [1, 2, 3, 4], model=model) == 0
-    assert prompts.restore(kvfast.KVCache(3, 2, 20, dtype="int8"), [1, 2, 3, 4], model="a") == 0
-    assert prompts.restore(kvfast.RingKVCache(2, 2, 20, sliding_window=5, dtype="int8"), [1, 2, 3, 4], model="a") == 0
-    assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [1, 2, 3, 4], model="a") == 3
+        assert prompts.restore(kvfast.KVCache(2, 2, 20, **({"dtype": "int8-rotated"} | settings)), [1, 2, 3, 4], model=model) == 0
+    assert prompts.restore(kvfast.KVCache(3, 2, 20, dtype="int8-rotated"), [1, 2, 3, 4], model="a") == 0
+    assert prompts.restore(kvfast.RingKVCache(2, 2, 20, sliding_window=5, dtype="int8-rotated"), [1, 2, 3, 4], model="a") == 0
+    assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8-rotated"), [1, 2, 3, 4], model="a") == 3
 
 
 def test_sequences_share_entries_with_contiguous_caches(tmp_path):
     prompts = kvfast.PromptCache(tmp_path)
     token_ids = list(range(70))
     prompts.save(filled(token_ids), token_ids)
-    pool = kvfast.PagedKVCache(2, 2, 20, num_blocks=16, block_size=16, dtype="int8")
+    pool = kvfast.PagedKVCache(2, 2, 20, num_blocks=16, block_size=16, dtype="int8-rotated")
     sequence = pool.new_sequence()
     assert prompts.restore(sequence, token_ids + [1]) == 70 and holds(sequence, token_ids)
     assert len(pool.match_prefix(token_ids + [1])) == 64  # its blocks are known by their tokens
-    small = kvfast.PagedKVCache(2, 2, 20, num_blocks=2, block_size=16, dtype="int8").new_sequence()
+    small = kvfast.PagedKVCache(2, 2, 20, num_blocks=2, block_size=16, dtype="int8-rotated").new_sequence()
     with pytest.raises(kvfast.CacheFullError):
         prompts.restore(small, token_ids + [1])
     assert len(small) == 0
@@ -64,11 +64,11 @@ def test_room_limits_what_is_restored(tmp_path):
     prompts = kvfast.PromptCache(tmp_path)
     token_ids = list(range(200))
     prompts.save(filled(token_ids), token_ids)
-    cache = kvfast.KVCache(2, 2, 20, max_seq_len=150, dtype="int8")
+    cache = kvfast.KVCache(2, 2, 20, max_seq_len=150, dtype="int8-rotated")
     assert prompts.restore(cache, token_ids) == 150 and holds(cache, token_ids[:150])
 
 
-@pytest.mark.parametrize("dtype", ["k8v4", "int4", CENTRED])
+@pytest.mark.parametrize("dtype", ["k8v4-rotated", "int4", CENTRED])
 def test_every_format(tmp_path, dtype):
     """Where tokens of a longer entry have lost their float rows, the prompt goes on from what their codes tell."""
     prompts = kvfast.PromptCache(tmp_path, chunk_tokens=256)
@@ -109,11 +109,11 @@ def test_the_least_recently_used_go_first(tmp_path):
     for token in (1, 2, 3):
         prompts.save(filled([token] * 50), [token] * 50)
         time.sleep(0.01)
-    assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [1] * 51) == 50
+    assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8-rotated"), [1] * 51) == 50
     prompts.flush()  # `restore` does not wait until its prompt is marked as used
     prompts.save(filled([4] * 50), [4] * 50)
     assert prompts.nbytes <= prompts.max_bytes and len(prompts) == 3
-    found = [prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [token] * 51) for token in (1, 2, 3, 4)]
+    found = [prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8-rotated"), [token] * 51) for token in (1, 2, 3, 4)]
     assert found == [50, 0, 50, 50]
     large = list(range(2000))
     assert not prompts.save(filled(large), large) and len(prompts) == 3
@@ -121,7 +121,7 @@ def test_the_least_recently_used_go_first(tmp_path):
     assert len(prompts) == prompts.nbytes == 0
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "int4"])
 def test_what_is_larger_than_all_room_is_not_kept(tmp_path, dtype):
     """Also if that are float rows and headers, not codes."""
     cache, token_ids = filled([1] * 50, dtype), [1] * 50
@@ -147,12 +147,12 @@ def test_damaged_and_foreign_files_do_no_harm(tmp_path):
     data[-30] ^= 4
     longest.write_bytes(data)
     with pytest.warns(RuntimeWarning, match="cannot be used .its checksum is wrong"):
-        assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [1, 2, 3, 4, 5, 6]) == 3  # the next best
+        assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8-rotated"), [1, 2, 3, 4, 5, 6]) == 3  # the next best
     assert not longest.exists() and len(prompts) == 1
     for path in values_in(tmp_path):
         path.write_bytes(path.read_bytes()[:100])
     with pytest.warns(RuntimeWarning, match="must have a header of 128 bytes, got 100"):
-        assert kvfast.PromptCache(tmp_path).restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [1, 2, 3, 4]) == 0
+        assert kvfast.PromptCache(tmp_path).restore(kvfast.KVCache(2, 2, 20, dtype="int8-rotated"), [1, 2, 3, 4]) == 0
     prompts.clear()
     assert not values_in(tmp_path) and (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -179,24 +179,24 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="must be empty, it holds 2"):
         prompts.restore(cache, [1, 2, 3])
     with pytest.raises(ValueError, match="token_ids must be integers"):
-        prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [0.5])
+        prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8-rotated"), [0.5])
     with pytest.raises(TypeError, match="str"):
         prompts.save(cache, [1, 2], model=3)
     with pytest.raises(ValueError, match="max_bytes"):
         kvfast.PromptCache(tmp_path, max_bytes=-1)
-    assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), []) == 0
-    assert not prompts.save(kvfast.KVCache(2, 2, 20, dtype="int8"), [])
+    assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8-rotated"), []) == 0
+    assert not prompts.save(kvfast.KVCache(2, 2, 20, dtype="int8-rotated"), [])
 
 
 @pytest.mark.parametrize("kind", ["t", "e", "c"])
 def test_what_was_damaged_is_saved_again(tmp_path, kind):
-    cache, ids = kvfast.KVCache(1, 2, 64, dtype="int8"), np.arange(400)
+    cache, ids = kvfast.KVCache(1, 2, 64, dtype="int8-rotated"), np.arange(400)
     cache.append(0, *np.random.default_rng(0).standard_normal((2, 400, 2, 64), np.float32))
     cache.advance(400)
     with kvfast.PromptCache(tmp_path) as prompts:
 
         def restored():
-            return prompts.restore(kvfast.KVCache(1, 2, 64, dtype="int8"), ids)
+            return prompts.restore(kvfast.KVCache(1, 2, 64, dtype="int8-rotated"), ids)
 
         assert prompts.save(cache, ids) and restored() == 399
         (path, *_) = tmp_path.glob(f"*/{kind}-*")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("short_pauses")
 SECONDS = int(os.environ.get("KVFAST_STORE_SECONDS", "3"))  # `make stores` lets it run for five minutes
 TOKENS = list(range(400))
 STREAM = Stream(21, 400, layers=2)
-WHOLE = STREAM.feed(make("growing", "int8"), 400)
+WHOLE = STREAM.feed(make("growing", "int8-rotated"), 400)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def prompts_at(port, **options):
 
 def restored(prompts, tokens=TOKENS):
     """Tokens that came back, after a comparison with what was computed."""
-    cache = make("growing", "int8")
+    cache = make("growing", "int8-rotated")
     found = prompts.restore(cache, [*tokens, 999])
     assert found == len(cache)
     assert cache.snapshot() == kvfast.load(WHOLE.snapshot().truncated(found)).snapshot()
@@ -72,7 +72,9 @@ def test_a_server_that_is_full(tmp_path):
         with only_warnings() as caught:
             kept = [prompts.save(WHOLE, TOKENS, model=str(i)) for i in range(40)]
             assert kept[0] and not kept[-1]
-            assert all(prompts.restore(make("growing", "int8"), [*TOKENS, 1], model=str(i)) == 400 for i in range(40) if kept[i])
+            assert all(
+                prompts.restore(make("growing", "int8-rotated"), [*TOKENS, 1], model=str(i)) == 400 for i in range(40) if kept[i]
+            )
         (caught,) = caught
         assert f"prompts are not saved, as {prompts.store.url} fails: it is full, " in str(caught.message)
         assert "maxmemory" in str(caught.message)
@@ -88,7 +90,7 @@ def test_a_server_that_removes_what_it_likes(tmp_path):
         found = []
         for i in range(40):
             prompts.save(WHOLE, [*TOKENS[:200], *(1000 * (i + 1) + token for token in TOKENS[200:])])
-            cache = make("growing", "int8")
+            cache = make("growing", "int8-rotated")
             found.append(prompts.restore(cache, TOKENS))
             assert cache.snapshot() == kvfast.load(WHOLE.snapshot().truncated(found[-1])).snapshot()
         assert 0 <= min(found) and max(found) == 192  # three chunks are common

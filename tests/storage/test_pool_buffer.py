@@ -38,7 +38,7 @@ class Heads:
 class Latents(Heads):
     """Pools of latent rows."""
 
-    formats = ("float32", "float16", "bfloat16", "int8", "int4", "int3-plain", "int8/bfloat16")
+    formats = ("float32", "float16", "bfloat16", "int8-rotated", "int4", "int3-plain", "int8/bfloat16")
 
     def __init__(self, latent_dim, rope_dim):
         self.latent_dim, self.rope_dim, self.dim, self.num_q_heads = latent_dim, rope_dim, latent_dim + rope_dim, 16
@@ -115,7 +115,7 @@ def test_no_byte_beyond_the_last_block_is_read(isa, kind, dtype):
                 assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("64", "float32"), ("64", "int8"), ("100 + 20", "int8")])
+@pytest.mark.parametrize(("kind", "dtype"), [("64", "float32"), ("64", "int8-rotated"), ("100 + 20", "int8-rotated")])
 def test_sequences_in_a_buffer_are_saved_copied_and_found_again(tmp_path, rng, kind, dtype):
     """All that looks at the bytes of blocks finds those of a strided buffer."""
     shape, kind = (LAYERS, 8, 32, dtype), KINDS[kind]
@@ -164,7 +164,7 @@ def test_any_kind_of_memory():
     shared = mmap.mmap(-1, layout.nbytes)
     numbers = aligned(layout.nbytes).view(np.float32)
     for buffer in (shared, numbers, [numbers.reshape(2, -1)], numbers.reshape(1, 2, -1), (memoryview(numbers.reshape(2, -1)),)):
-        pool = kvfast.PagedKVCache(1, 1, 64, 2, 16, "int8", buffer=buffer)
+        pool = kvfast.PagedKVCache(1, 1, 64, 2, 16, "int8-rotated", buffer=buffer)
         pool.append_batch(0, np.ones((1, 1, 64), np.float32), np.ones((1, 1, 64), np.float32), [0])
     assert any(shared[:64])
     del pool
@@ -178,7 +178,7 @@ def test_the_memory_lives_as_long_as_the_pool():
     layout = buffer_layout(1, 1, 64, 2, 16)
     memory = aligned(layout.nbytes).view(Memory)
     gone = weakref.ref(memory)
-    pool = kvfast.PagedKVCache(1, 1, 64, 2, 16, "int8", buffer=[memory.reshape(2, -1)])
+    pool = kvfast.PagedKVCache(1, 1, 64, 2, 16, "int8-rotated", buffer=[memory.reshape(2, -1)])
     view = pool.new_sequence()
     del memory, pool
     gc.collect()
@@ -190,7 +190,7 @@ def test_the_memory_lives_as_long_as_the_pool():
 
 
 def test_what_cannot_be_is_refused_and_left_alone():
-    layout = buffer_layout(2, 1, 64, 4, 16, "int8")
+    layout = buffer_layout(2, 1, 64, 4, 16, "int8-rotated")
     memory = aligned(2 * layout.nbytes, CANARY)
     size = layout.block_nbytes[0]
     flat = memory[: layout.nbytes]
@@ -224,9 +224,9 @@ def test_what_cannot_be_is_refused_and_left_alone():
         ([blocks[0], np.full((4, size // 8), None)], TypeError, "bytes or numbers"),
     ]:
         with pytest.raises(error, match=message):
-            kvfast.PagedKVCache(2, 1, 64, 4, 16, "int8", buffer=buffer)
+            kvfast.PagedKVCache(2, 1, 64, 4, 16, "int8-rotated", buffer=buffer)
     with pytest.raises(ValueError, match="secure is for memory of kvfast's own"):
-        kvfast.PagedKVCache(2, 1, 64, 4, dtype="int8", secure=True, buffer=flat)
+        kvfast.PagedKVCache(2, 1, 64, 4, dtype="int8-rotated", secure=True, buffer=flat)
     assert (memory == CANARY).all()
     for arguments in [(0, 1, 64, 4), (2, 0, 64, 4), (2, 1, 513, 4), (2, 1, 64, 0), (2, 1, 64, 4, 24), (2, 1, 64, 4, 32, "int4")]:
         with pytest.raises(ValueError):
@@ -234,7 +234,7 @@ def test_what_cannot_be_is_refused_and_left_alone():
 
 
 def test_latents_refuse_and_leave_alone():
-    layout = Latents(64, 16).layout(2, 4, 16, "int8")
+    layout = Latents(64, 16).layout(2, 4, 16, "int8-rotated")
     memory = aligned(2 * layout.nbytes, CANARY)
     flat, size = memory[: layout.nbytes], layout.block_nbytes[0]
     blocks = flat.reshape(2, 4, size)
@@ -250,9 +250,9 @@ def test_latents_refuse_and_leave_alone():
         (7, TypeError, "buffer of bytes, got int"),
     ]:
         with pytest.raises(error, match=message):
-            kvfast.PagedMLAKVCache(2, 64, 16, 4, 16, "int8", buffer=buffer)
+            kvfast.PagedMLAKVCache(2, 64, 16, 4, 16, "int8-rotated", buffer=buffer)
     with pytest.raises(ValueError, match="secure is for memory of kvfast's own"):
-        kvfast.PagedMLAKVCache(2, 64, 16, 4, 16, "int8", secure=True, buffer=flat)
+        kvfast.PagedMLAKVCache(2, 64, 16, 4, 16, "int8-rotated", secure=True, buffer=flat)
     assert (memory == CANARY).all()
     for options, message in [
         ({"num_kv_heads": 2}, "one head.*got num_kv_heads=2"),
@@ -268,9 +268,9 @@ def test_latents_refuse_and_leave_alone():
 
 def test_alternating_layers_may_share_their_memory():
     """Layers as the inner axis: each block of a layer lies before the next layer's."""
-    layout = buffer_layout(3, 1, 64, 4, 16, "int8")
+    layout = buffer_layout(3, 1, 64, 4, 16, "int8-rotated")
     memory = aligned(layout.nbytes).reshape(4, 3, -1)
-    pool = kvfast.PagedKVCache(3, 1, 64, 4, 16, "int8", buffer=[memory[:, i] for i in range(3)])
+    pool = kvfast.PagedKVCache(3, 1, 64, 4, 16, "int8-rotated", buffer=[memory[:, i] for i in range(3)])
     pool.append_batch(1, np.ones((1, 1, 64), np.float32), np.ones((1, 1, 64), np.float32), [2 * 16])
     changed = np.flatnonzero((memory != 255).any(2))
     assert changed.tolist() == [2 * 3 + 1]

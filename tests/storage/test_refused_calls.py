@@ -7,7 +7,7 @@ from cache_kinds import filled
 import kvfast
 
 LAYERS, HEADS, DIM, BLOCKS = 2, 2, 32, 10
-FORMATS = ["int4", "int8", "k8v4-recent", "float16", kvfast.KVFormat("int8", rotation="kv")]
+FORMATS = ["int4", "int8", "k8v4", "float16", kvfast.KVFormat("int8", rotation="kv")]
 IDS = list(range(1, 1000))
 
 
@@ -177,7 +177,7 @@ def test_batches_of_sequences(fmt, rng):
     assert state_of(pool, a, b) == before
 
 
-@pytest.mark.parametrize("fmt", ["int8", "float16", "int4"])
+@pytest.mark.parametrize("fmt", ["int8-rotated", "float16", "int4"])
 def test_slots_of_another_scheduler(fmt, rng):
     """Nothing is written, and known prefixes stay."""
     pool = new_pool(fmt)
@@ -240,7 +240,7 @@ def fused(k, v):
     return np.concatenate([one.reshape(len(one), -1) for one in (np.nan_to_num(k), k, v)], axis=1)
 
 
-@pytest.mark.parametrize("fmt", ["int8", "float16", FORMATS[-1]], ids=str)
+@pytest.mark.parametrize("fmt", ["int8-rotated", "float16", FORMATS[-1]], ids=str)
 def test_rows_that_are_left_out(fmt, given):
     """Whatever they hold, the others are stored: in slots of another scheduler, and in those of sequences."""
     n, got = int((~LEFT_OUT).sum()), []
@@ -269,7 +269,7 @@ def test_rows_that_are_left_out(fmt, given):
         pool.append_batch(0, bad, v, np.where(np.arange(70) == 1, -1, np.arange(70)))
 
 
-@pytest.mark.parametrize("fmt", ["int8", "int4", "k8v4-recent"])
+@pytest.mark.parametrize("fmt", ["int8", "int4", "k8v4"])
 def test_padding_of_a_prepared_batch(fmt, given):
     (k, v), (bad_k, bad_v) = given
     order, n = np.argsort(LEFT_OUT, kind="stable"), int((~LEFT_OUT).sum())

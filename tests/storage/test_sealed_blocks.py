@@ -428,7 +428,7 @@ def test_kept_tokens_keep_their_codes_whatever_follows(rng, tmp_path, kind, name
     cache = make(kind, SEALING[name])
     layers, dim = range(2), 20
     size = SEALING[name].block_size
-    cut, n = size + size // 2 + 3, 2 * size + 4 + SEALING[name].open_tokens
+    cut, n = size + size // 2 + 3, 2 * size + 4 + SEALING[name].kept_tokens
 
     def extend(count, loud=1):
         k, v = loud * rng.standard_normal((2, count, HEADS, dim)).astype(np.float32)
@@ -624,7 +624,7 @@ def test_forged_patches_are_refused_or_read(rng):
     assert refused >= 14
 
 
-RULES = ["int4", "int2", "int8-recent", "int8", "int3"]  # codes once 16 or 96 tokens follow a block, or at once
+RULES = ["int4", "int2", "int8-centred", "int8", "int3"]  # codes once 16 or 96 tokens follow a block, or at once
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LONG_KINDS if kind != "ring and whole layer"])
@@ -664,7 +664,7 @@ def _check_as_alone(rng, together, layer):
 
 
 def test_forged_states_of_layers_are_refused(rng):
-    cache = kvfast.KVCache(3, 1, 16, dtype=["int4", "int8", "int2"])
+    cache = kvfast.KVCache(3, 1, 16, dtype=["int4", "int8-rotated", "int2"])
     filled(cache, each=[rng.standard_normal((2, 204, 1, 16)).astype(np.float32) for _ in range(3)])
     state = cache.state_dict()
     header = json.loads(state["header"].tobytes())

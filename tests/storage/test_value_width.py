@@ -81,7 +81,10 @@ def test_a_side_is_as_in_a_cache_of_its_width(rng, kind, name, widths):
 
 
 @pairwise(
-    ("isa", "widths", "name"), TIERS, WIDTHS, ["float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int8/float32", "float16/int8"]
+    ("isa", "widths", "name"),
+    TIERS,
+    WIDTHS,
+    ["float32", "float16", "bfloat16", "int8-rotated", "k8v4-rotated", "int4", "int8/float32", "float16/int8"],
 )
 def test_long_prompts(isa, rng, widths, name):
     """Many queries at once, which a matrix unit takes."""
@@ -140,14 +143,14 @@ def test_sizes():
     cache = kvfast.KVCache(3, 2, [192, 64, 64], 100, "float16", v_head_dim=[128, None, 80])
     assert (cache.head_dim, cache.v_head_dim, cache.entry_size) == ((192, 64, 64), (128, 64, 80), (384, 128, 128))
     assert cache.bytes_per_token == 2 * 2 * (192 + 128 + 64 + 64 + 64 + 80)
-    cache = kvfast.KVCache(1, 8, 192, dtype="int8", v_head_dim=128)
+    cache = kvfast.KVCache(1, 8, 192, dtype="int8-rotated", v_head_dim=128)
     assert cache.bytes_per_token == 8 * (192 + 128 + 2 * 4)
     cache.append(0, *tokens(np.random.default_rng(0), 4096, 192, 128, 8))
     plan = cache.explain(0, 1, num_threads=1)
     assert plan.v_head_dim == 128 and plan.bytes_read == 4096 * cache.bytes_per_token and "8 KV heads of 192/128" in str(plan)
     assert plan.operations == 2 * 4096 * 8 * (192 + 128)
     shape = ModelShape("one", (LayerShape(8, 192, v_head_dim=128),))
-    assert kvfast.plan(shape, context=640, memory=1 << 30, bandwidth=1e9)["int8"].bytes_per_token == cache.bytes_per_token
+    assert kvfast.plan(shape, context=640, memory=1 << 30, bandwidth=1e9)["int8-rotated"].bytes_per_token == cache.bytes_per_token
     told = {
         "num_hidden_layers": 2,
         "num_attention_heads": 8,

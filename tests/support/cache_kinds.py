@@ -11,7 +11,7 @@ import kvfast
 PLAIN = ["float32", "float16", "bfloat16", "int8-plain", "int4-plain"]
 CENTRED = kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", centring=True, block_size=32)
 PACKED = kvfast.KVFormat("int5/int3", rotation="kv", codebook="gaussian")
-DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED, PACKED]
+DTYPES = [*PLAIN, "int8-rotated", "k8v4-rotated", "int4", CENTRED, PACKED]
 # Formats whose blocks may have any size, as no block is encoded as a whole.
 ANY_BLOCK = [dtype for dtype in DTYPES if not kvfast.KVFormat.of(dtype).seals]
 # Those that seal blocks, with every block, codebook and kind of value; and those that do not, of which some keep newest tokens as
@@ -41,6 +41,8 @@ SEALING = {
 UNSEALED = {
     "int8": kvfast.KVFormat.of("int8"),
     "k8v4": kvfast.KVFormat.of("k8v4"),
+    "int8-rotated": kvfast.KVFormat.of("int8-rotated"),
+    "k8v4-rotated": kvfast.KVFormat.of("k8v4-rotated"),
     "int8-plain": kvfast.KVFormat.of("int8-plain"),
     "int4-plain": kvfast.KVFormat.of("int4-plain"),
     "int4, gaussian": kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", num_first_float_tokens=16),
@@ -49,16 +51,6 @@ UNSEALED = {
     "int3": kvfast.KVFormat("int3", rotation="kv", codebook="gaussian"),
     "int5/int2": kvfast.KVFormat("int5/int2", rotation="v", codebook="gaussian", num_first_float_tokens=3),
     "int7/int6": kvfast.KVFormat("int7/int6"),
-    "recent, int8": kvfast.KVFormat("int8", rotation="kv", num_recent_float_tokens=16, recent_by_query=True),
-    "recent, k8v4": kvfast.KVFormat(
-        "int8/int4",
-        rotation="kv",
-        codebook="gaussian",
-        clip_search=True,
-        num_recent_float_tokens=64,
-        num_first_float_tokens=4,
-        recent_by_query=True,
-    ),
     "recent, packed": kvfast.KVFormat("int3/bfloat16", num_recent_float_tokens=144),
     "recent, int2": kvfast.KVFormat.of("int2"),
 }

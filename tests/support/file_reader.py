@@ -55,11 +55,11 @@ class Reader:
         dtype, dim = names[0] if side == "k" else names[-1], self.dims[layer][side == "v"]
         together = [one for one, group in zip(self.formats, self.group) if group == self.group[layer]]
         whole, seals = any("block_size" in one for one in together), "block_size" in form
-        newest = seals or "num_recent_float_tokens" in form
+        has_newest = seals or "num_recent_float_tokens" in form
         skipped = table["skipped_blocks"]
         windowed = "evicted_tokens" in table
         sinks = -(-self.settings.get("num_sink_tokens", 0) // size) if windowed else 0
-        state = self.states_of(table, together)[sum(group == self.group[layer] for group in self.group[:layer])] if newest else {}
+        state = self.states_of(table, together)[sum(group == self.group[layer] for group in self.group[:layer])] if has_newest else {}
         full = (length - skipped * size) // size
         encoded = length // size * size if whole else length
         end = max(encoded, state["floats_begin"] + state["kept_codes"]) if seals else length
@@ -72,8 +72,11 @@ class Reader:
             blocks = [np.concatenate([one, tail[:, head]]) for head, one in enumerate(blocks)]
         codes = np.stack([self.decode(one, form, side, dtype, dim) for one in blocks], axis=1)
         begin, patches = state.get("floats_begin", length), dict(state.get("patches", []))
+        if form.get("recent_by_query"):  # of tokens with both, a query reads those as codes that enough tokens follow
+            newest, border = form.get("num_recent_float_tokens", 0), size if seals else 16
+            begin = max(begin, (length - max(newest, 16)) // border * border)
         pieces, floats = {}, None
-        if newest or "num_first_float_tokens" in form:
+        if has_newest or "num_first_float_tokens" in form:
             order = self.pieces(table, together, sinks, length)
             pieces = {position: i for i, position in enumerate(order)}
             if order:

@@ -24,7 +24,7 @@ def extend(cache, token_ids):
     return cache
 
 
-def filled(token_ids, dtype="int8"):
+def filled(token_ids, dtype="int8-rotated"):
     return extend(kvfast.KVCache(2, 2, 20, dtype=dtype), token_ids)
 
 
@@ -46,7 +46,7 @@ def resembles(cache, token_ids):
 def use_store(store, seed, seconds, seen):
     """Histories on a shared store until the time is over. Counts the prompts that were found."""
     rng, end = np.random.default_rng(seed), time.monotonic() + seconds
-    dtype = "int4" if seed % 2 else "int8"
+    dtype = "int4" if seed % 2 else "int8-rotated"
     warnings.simplefilter("ignore")
     with kvfast.PromptCache(store, max_bytes=None if "://" in store else 400_000, chunk_tokens=64, time_limit=2.0) as prompts:
         while time.monotonic() < end:

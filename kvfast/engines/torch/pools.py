@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from kvfast import DimensionMismatchError, KVFormat
-from kvfast.engine import MAX_TOKENS, TensorCalls, buffer_layout, check_block_size, check_size, floats_of, pool_over
+from kvfast.engine import MAX_TOKENS, TensorCalls, buffer_layout, check_block_size, check_size, codes_alone, floats_of, pool_over
 
 # A pool has no tokens of its own, so it may be made anew at any time. A compiled graph may copy a tensor to another address.
 _MOST_POOLS = 4096
@@ -18,7 +18,8 @@ def new_blocks(num_blocks, num_kv_heads, head_dim, dtype="int8", *, block_size=6
     ----------
     num_blocks, num_kv_heads, head_dim : int
     dtype : str
-        As in `kvfast.PagedKVCache`, without float rows: ``"int8"``, ``"k8v4"``, ``"int4-plain"``, ``"bfloat16"`` and others.
+        As in `kvfast.PagedKVCache`, without float rows: ``"int8"`` and ``"k8v4"`` with codes alone, ``"int4-plain"``, ``"bfloat16"`` and
+        others.
         Float rows belong to no block: a format with them is a ValueError.
     block_size : int
         Tokens of a block: 16, 32, 64, 128 or 256.
@@ -73,7 +74,7 @@ def _new_pool(blocks, head_dim, v_head_dim, dtype):
         v_head_dim=v_head_dim,
         num_blocks=num_blocks,
         block_size=block_size,
-        dtype=dtype,
+        dtype=codes_alone(KVFormat.of(dtype)),
     )
     pool.take_blocks(np.empty(0, np.int64))  # from now on it reads any block
     return pool
@@ -81,7 +82,7 @@ def _new_pool(blocks, head_dim, v_head_dim, dtype):
 
 def _width(head_dim, v_head_dim, block_size, dtype):
     """Bytes of a token and KV head."""
-    fmt = KVFormat.of(dtype)
+    fmt = codes_alone(KVFormat.of(dtype))
     if floats_of(fmt) is not None:
         raise ValueError(
             f"dtype={dtype!r} keeps some tokens as floats, which no block can hold: choose int8, k8v4, int4-plain, or floats such as "

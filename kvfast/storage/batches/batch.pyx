@@ -78,7 +78,11 @@ cdef class PagedBatches:
 
     def num_coded(self, Py_ssize_t num_tokens):
         """Number of first tokens that all layers of a sequence of `num_tokens` computed tokens read as codes."""
-        return min([coded_at(num_tokens, open_tokens, border) for open_tokens, border in self.pool.rules], default=num_tokens)
+        cdef Py_ssize_t i, least = num_tokens
+        for i in range(self.pool.num_layers):
+            if self.pool.layouts[i].open_tokens:
+                least = min(least, coded_at(num_tokens, self.pool.layouts[i].open_tokens, self.pool.layouts[i].border))
+        return least
 
     def start(self, BlockTable table, digests):
         """Begin a sequence: its empty table takes the blocks that the pool knows by the first of these digests."""
@@ -535,4 +539,5 @@ cdef class PagedBatches:
             names = ", ".join(sorted({str(one) for one in self.pool.formats}))
             raise ValueError(f"this pool needs sequences, or batches from prepare_batch without a window, as it keeps the first or "
                              f"newest tokens of a sequence as floats ({names}); a scheduler's own slots and block tables need a "
-                             f"format without num_first_float_tokens, num_recent_float_tokens, centring and per_channel")
+                             f"format without num_first_float_tokens, num_recent_float_tokens, centring and per_channel, such as "
+                             f"int8-rotated")

@@ -68,14 +68,15 @@ cdef class SchedulerBlocks:
     cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1:
         """Make ready for the tokens of a step, which the layers are about to write: give them float rows, and release those that no
         query reads any more. Nothing changes if the batch is refused."""
-        cdef Py_ssize_t index, first, end, layer, needed = 0
+        cdef Py_ssize_t index, begin, first, end, layer, needed = 0
         cdef int32_t block
         cdef int rule
         cdef list writes = self._writes_of(batch), going_on
         cdef dict ends = {block: (end, first == 0, index) for block, index, first, end in writes}
         self._check_read(batch, ends)
         for block, index, first, end in writes:
-            needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, 0 if self.pool.seals and self._is_coded(block) else first, end)
+            begin = 0 if self.pool.seals and self._is_coded(block) else first  # such a block is opened again
+            needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, begin, end)
         if needed:  # those that stay lie in a slab apart from those of prompts, which are soon released
             self.pool.floats.pieces.ensure(min(needed, batch.num_sequences * (2 * self.pool.floats.per_block + 2)))
             self.pool.floats.pieces.ensure(needed)
@@ -267,8 +268,8 @@ cdef class SchedulerBlocks:
 
     cdef list _going_on(self, int rule, PreparedBatch batch):
         """For each row: the position from which on it may read float rows, and the blocks that its sequence held after the last step.
-        Found sequences leave `held`. A row without a sequence is a fork of one that holds its newest known block, or reads codes. If two rows
-        could go on with one sequence, the first does."""
+        Found sequences leave `held`. A row without a sequence is a fork of one that holds its newest known block, or reads codes. If
+        two rows could go on with one sequence, the first does."""
         cdef Py_ssize_t size = self.pool.block_size, i, index, done
         cdef list blocks, first = [], forks
         cdef dict places = {}, held = self.held[rule]
@@ -357,16 +358,17 @@ cdef class SchedulerBlocks:
 
     cdef int _set_begins(self, int rule, PreparedBatch batch, list going_on) except -1:
         """From which position on all tokens of each sequence have float rows."""
-        cdef Py_ssize_t size = self.pool.block_size, i, index, begin, open_tokens, border
+        cdef Py_ssize_t size = self.pool.block_size, i, index, first, begin, kept_tokens, border
         cdef int32_t block
         cdef uint8_t *state = self._state_of(rule)
-        open_tokens, border = self.pool.rules[rule]
+        kept_tokens, border = self.pool.rules[rule]
         for i in range(batch.num_sequences):
-            begin = max(coded_at(_tokens_before(batch, i), open_tokens, border), <Py_ssize_t>going_on[i][0])
+            begin = max(coded_at(_tokens_before(batch, i), kept_tokens, border), <Py_ssize_t>going_on[i][0])
             for index in range((batch.lens[i] + size - 1) // size - 1, begin // size - 1, -1):
                 block = batch.table[i, index]
-                if state[block] == CODES or self.floats_from[rule * self.num_blocks + block]:
-                    begin = max(begin, index * size + (size if state[block] == CODES else self.floats_from[rule * self.num_blocks + block]))
+                first = size if state[block] == CODES else self.floats_from[rule * self.num_blocks + block]
+                if first:
+                    begin = max(begin, index * size + first)
                     break
             batch.floats_begin[rule, i] = <int32_t>begin
         return 0

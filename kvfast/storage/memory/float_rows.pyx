@@ -282,8 +282,8 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
         return None
     self = FloatRows.__new__(FloatRows)
     self.per_block = blocks.block_size // KV_PIECE
-    # The pieces of one sequence between prompts: a block, the open tokens after it, and the start of the sequence.
-    open_pieces = max([(one.open_tokens + KV_PIECE - 1) // KV_PIECE for one in blocks.formats if one is not None])
+    # The pieces of one sequence between prompts: a block, the tokens after it that stay floats, and the start of the sequence.
+    open_pieces = max([(one.kept_tokens + KV_PIECE - 1) // KV_PIECE for one in blocks.formats if one is not None])
     most = self.per_block + open_pieces + 1 if open_pieces else 1
     self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, KV_PIECE, formats,
                               (most + KV_SLAB_BLOCKS - 1) // KV_SLAB_BLOCKS * KV_SLAB_BLOCKS, grows=True,

@@ -15,7 +15,7 @@ from kvfast.storage.memory.prefix_index cimport PrefixIndex
 cdef class BlockPool(BlockMemory):
     cdef bint seals                    # whether some layers seal blocks
     cdef bint keeps_newest             # whether some layers keep newest tokens as floats
-    cdef tuple rules                   # the (`open_tokens`, `border`) that these layers have, each once, the least first
+    cdef tuple rules                   # the (`kept_tokens`, `border`) that these layers have, each once, the least first
     cdef bint has_sinks                # whether some layers keep the first tokens of a sequence as floats
     cdef FloatRows floats              # float rows of tokens, or None
     cdef readonly Py_ssize_t num_sequences  # sequences of a shared pool

@@ -37,7 +37,7 @@ cdef class BlockPool(BlockMemory):
             self.seals |= self.layouts[i].seals
             self.keeps_newest |= self.layouts[i].open_tokens > 0
             self.has_sinks |= self.layouts[i].float_tokens > 0
-        rules = [(self.layouts[i].open_tokens, self.layouts[i].border) for i in range(self.num_layers)]
+        rules = [(self.layouts[i].kept_tokens, self.layouts[i].border) for i in range(self.num_layers)]
         self.rules = tuple(sorted({rule for rule in rules if rule[0]}))
         for i in range(self.num_layers):
             self.layouts[i].rule = self.rules.index(rules[i]) if self.layouts[i].open_tokens else -1

@@ -190,7 +190,7 @@ cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint v
     cdef Py_ssize_t i
     for i in range(at.shape[0]):
         slots[i] = table.map.slot(at[i])
-    return decode_tokens(table.pool.layouts + layer, at, slots, table.life.begins[layer], values)
+    return decode_tokens(table.pool.layouts + layer, at, slots, table.life.shown_from(layer, table.length), values)
 
 
 cdef object spliced_rows(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t index, Py_ssize_t layer, bint values):

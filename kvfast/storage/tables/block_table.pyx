@@ -112,7 +112,7 @@ cdef class BlockTable:
         context.length = self.lengths[layer]
         context.sink_blocks = self.map.sink_blocks
         context.skipped = self.map.skipped
-        context.floats_begin, context.counted = self.life.begins[layer], self.length
+        context.floats_begin, context.counted = self.life.read_from(layer, self.length), self.length
 
     cdef void describe(self, Py_ssize_t layer, kv_member *member) noexcept nogil:
         """Describe a layer's tokens to attention, but for those of segments."""

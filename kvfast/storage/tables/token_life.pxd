@@ -18,6 +18,8 @@ cdef class TokenLife:
     cdef void _sum_up(self) noexcept nogil
     cdef Py_ssize_t longest(self) noexcept nogil
     cdef Py_ssize_t _coded_at(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil
+    cdef Py_ssize_t read_from(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil
+    cdef Py_ssize_t shown_from(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil
     cdef Py_ssize_t codes_end(self, Py_ssize_t layer) noexcept nogil
     cdef Py_ssize_t kept_codes_of_cut(self, Py_ssize_t layer) except -1
     cdef Py_ssize_t slots_with_codes(self, Py_ssize_t layer) except -1

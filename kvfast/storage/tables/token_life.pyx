@@ -39,7 +39,16 @@ cdef class TokenLife:
         return longest
 
     cdef Py_ssize_t _coded_at(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil:
-        return coded_at(length, self.pool.layouts[layer].open_tokens, self.pool.layouts[layer].border)
+        """Number of first tokens of a sequence of `length` tokens that a layer keeps no float rows of."""
+        return coded_at(length, self.pool.layouts[layer].kept_tokens, self.pool.layouts[layer].border)
+
+    cdef Py_ssize_t read_from(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil:
+        """First position that queries at the `length` counted tokens, or after them, may read from its float row."""
+        return max(self.begins[layer], coded_at(length, self.pool.layouts[layer].open_tokens, self.pool.layouts[layer].border))
+
+    cdef Py_ssize_t shown_from(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil:
+        """First position that the query of a layer's last token reads from its float row, when `length` tokens are counted."""
+        return self.read_from(layer, length if self.pool.layouts[layer].floats_of_steps else max(length, self.lengths[layer] - 1))
 
     cdef Py_ssize_t codes_end(self, Py_ssize_t layer) noexcept nogil:
         """If a layer seals blocks, number of its first tokens with codes."""
@@ -150,7 +159,8 @@ cdef class TokenLife:
         cdef int32_t block = self.map.block(begin // size) if self.pool.keeps_newest and begin < length else -1
         for i in range(self.pool.num_layers if self.pool.keeps_newest else 0):
             self.begins[i] = min(self.begins[i], length)
-            if block >= 0 and self.pool.layouts[i].seals and self.begins[i] == begin and abs(self.pool.floats.kept_codes[i][block]) >= length - begin:
+            if (block >= 0 and self.pool.layouts[i].seals and self.begins[i] == begin
+                    and abs(self.pool.floats.kept_codes[i][block]) >= length - begin):
                 self.begins[i] = length
                 if self.pool.owners[block] == 1:
                     self.pool.floats.set_kept_codes(i, block, 0)

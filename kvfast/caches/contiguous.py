@@ -25,8 +25,9 @@ class KVCache(SequenceCache):
         come, for all tokens of an append until its `advance`. Without it the cache grows by blocks and never copies what it holds.
     dtype : str, dtype or KVFormat, or a list of them with one per layer
         Storage format: a name in `kvfast.PRESETS` (``"int4"``, ``"k4v3"``, ``"int3"``, ``"k8v4"``, ``"int8"``, ``"int8-centred"``,
-        ``"int4-recent"``, ``"int8-rotated"``, ``"k8v4-rotated"``, or ``"int8-plain"`` and ``"int4-plain"``, which have only a scale per token per KV head),
-        ``"float32"``, ``"float16"`` or ``"bfloat16"``, two plain dtypes for keys and values (``"int8/int4"``), or a `KVFormat`.
+        ``"int4-recent"``, ``"int8-rotated"``, ``"k8v4-rotated"``, or ``"int8-plain"`` and ``"int4-plain"``, which have only a scale per
+        token per KV head), ``"float32"``, ``"float16"`` or ``"bfloat16"``, two plain dtypes for keys and values (``"int8/int4"``), or a
+        `KVFormat`.
     k_dtype, v_dtype : optional
         Plain dtypes for keys and for values. If only one is given, the other side is plain `dtype`.
     block_size : int, optional

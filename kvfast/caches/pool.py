@@ -245,7 +245,7 @@ class Pool(StorageProperties):
     def are_coded(self, block_ids: ArrayLike) -> NDArray[np.bool_]:
         """Whether blocks of another scheduler hold all of their tokens, so that their bytes can be copied elsewhere.
 
-        A format that seals blocks keeps tokens as floats at first, outside of the blocks. `block_ids` are integers of shape
+        A format that seals blocks keeps tokens as floats alone at first, outside of the blocks. `block_ids` are integers of shape
         (num_blocks,). The result, bool of this shape, is False for a block that is not full, or that was written again from its
         middle on with tokens that do not fit its scales. Blocks of other formats always hold their tokens.
         """

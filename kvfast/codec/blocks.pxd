@@ -38,9 +38,8 @@ ctypedef void (*kv_decode)(const kv_kernels *kernels, const void *codes, const k
 # Tokens may also have float rows, float16 if the side is integers. They lie in pieces of KV_PIECE tokens, which are the
 # blocks of a layout of their own. The first `float_tokens` of a sequence always have float rows, and all tokens have them until
 # `open_tokens` tokens follow their piece, or with `seals` their block, which has no codes before it is full. Float rows are in the
-# basis of the codes. A sealed block of a layer is
-# patched if it was cut and then got tokens that do not fit its statistics: the tokens before keep their codes, and the new
-# ones keep their float rows.
+# basis of the codes. A sealed block of a layer is patched if it was cut and then got tokens that do not fit its statistics: the
+# tokens before keep their codes, and the new ones keep their float rows.
 ctypedef struct kv_layout:
     kv_side k
     kv_side v

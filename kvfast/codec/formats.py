@@ -54,9 +54,9 @@ class KVFormat:
     num_recent_float_tokens : int
         Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16, next to their codes: a query
         reads 16 tokens as codes once this number of tokens follow them. With `centring` or `per_channel` the number is at least 16,
-        and a block is read as codes once it is full and this number of tokens follow it. So at most 15, or `block_size` - 1, further tokens
-        are float16. After a rollback of at most this many counted tokens, later blocks get the same codes. Sink tokens are read as
-        codes once blocks between them and the window are gone.
+        and a block is read as codes once it is full and this number of tokens follow it. So at most 15, or `block_size` - 1, further
+        tokens are float16. After a rollback of at most this many counted tokens, later blocks get the same codes. Sink tokens are
+        read as codes once blocks between them and the window are gone.
     recent_by_query : bool
         Each query counts the newest tokens back from its own position, so that no bit depends on where a prompt is cut into steps.
         Without it, queries also read all tokens of their own step as float16: prompts in long steps lose less.

@@ -176,7 +176,7 @@ def calls():
             lambda q, k: kvfast.calibrate([q], [k]).digest,
             {"q": floats(140, HEADS * GROUP, DIM), "k": floats(140, HEADS, DIM)},
         ),
-        "fidelity": (lambda q, k, v: repr(kvfast.fidelity(q, k, v, ["int8", "int4"])), {"q": q, "k": k, "v": v}),
+        "fidelity": (lambda q, k, v: repr(kvfast.fidelity(q, k, v, ["int8-rotated", "int4"])), {"q": q, "k": k, "v": v}),
         "choose_format": (lambda q, k, v: kvfast.choose_format(q, k, v, 0.5), {"q": q, "k": k, "v": v}),
         "ggml.to_ggml": (lambda rows: ggml.to_ggml(rows, "q8_0"), {"rows": k}),
         "ggml.from_ggml": (lambda blocks: ggml.from_ggml(blocks, "q8_0", HEADS, DIM), {"blocks": ggml.to_ggml(k, "q8_0")}),
@@ -304,7 +304,7 @@ def paged_calls():
     def pool(latents):
         if latents:
             return kvfast.PagedMLAKVCache(1, RANK, ROPE, 8, 64)
-        return kvfast.PagedKVCache(1, HEADS, DIM, 8, 64, dtype="int8")
+        return kvfast.PagedKVCache(1, HEADS, DIM, 8, 64, dtype="int8-rotated")
 
     def held(one, latents):
         for slot, *rows in zip(slots, latent) if latents else zip(slots, k, v):
@@ -474,7 +474,7 @@ def prompt_calls():
     ids = np.random.default_rng(2).integers(0, 9, TOKENS)
 
     def made(keys, values, token_ids):
-        return kvfast.Snapshot.from_arrays([keys], [values], HEADS, "int8", token_ids=token_ids).to_arrays()
+        return kvfast.Snapshot.from_arrays([keys], [values], HEADS, "int8-rotated", token_ids=token_ids).to_arrays()
 
     def save(token_ids, name="save"):
         with tempfile.TemporaryDirectory() as folder:

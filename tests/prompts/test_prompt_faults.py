@@ -60,7 +60,8 @@ def test_a_server_that_is_killed(server, during):
                         restored(prompts)
                 killer.join()
                 assert restored(prompts) == 0
-            assert "prompts are computed, as redis://127.0.0.1" in str(caught[-1].message)
+            # The thread of `touch` may say last what it could not save.
+            assert any("prompts are computed, as redis://127.0.0.1" in str(one.message) for one in caught)
             server.start()  # with nothing in it
             time.sleep(0.1)
             assert restored(prompts) == 0

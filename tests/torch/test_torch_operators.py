@@ -22,6 +22,7 @@ from kvfast.engines.torch import pools
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
 
 FORMATS = "int8", "k8v4", "int4-plain", "bfloat16", "float32"
+CODES_ALONE = {"int8": "int8-rotated", "k8v4": "k8v4-rotated"}  # what blocks without float rows hold
 TABLE = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
 LENGTHS = torch.tensor([70, 9], dtype=torch.int32)
 STARTS = torch.tensor([0, 3, 4], dtype=torch.int32)
@@ -44,7 +45,7 @@ def filled(dtype, **options):
 @pytest.mark.parametrize("of_queries", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_bits_of_a_pool(dtype, of_queries):
     """A pool with memory of its own has them, too: for prompts and single tokens, with all options."""
-    pool = kvfast.PagedKVCache(1, 2, 64, 4, 64, dtype)
+    pool = kvfast.PagedKVCache(1, 2, 64, 4, 64, CODES_ALONE.get(dtype, dtype))
     pool.append_batch(0, rows(2), rows(2, seed=1), SLOTS.numpy())
     blocks, q, sinks = filled(dtype), rows(8, 4, dtype=of_queries), torch.linspace(-1, 1, 8)
     tables = {"block_table": TABLE.numpy(), "seq_lens": LENGTHS.numpy(), "cu_seqlens_q": STARTS.numpy()}
@@ -63,7 +64,7 @@ def test_c_and_python_paths_have_the_same_bits(count):
     """Many sequences, integers of other widths, and rows and tables that are parts of larger tensors."""
     blocks, q = filled("int8"), rows(8, 2 * count)
     table, lens, starts = TABLE.repeat(count // 2, 1), LENGTHS.repeat(count // 2), torch.arange(0, 2 * count + 1, 2, dtype=torch.int32)
-    pool = kvfast.PagedKVCache(1, 2, 64, 4, 64, "int8")
+    pool = kvfast.PagedKVCache(1, 2, 64, 4, 64, "int8-rotated")
     pool.append_batch(0, rows(2), rows(2, seed=1), SLOTS.numpy())
     tables = {"block_table": table.numpy(), "seq_lens": lens.numpy(), "cu_seqlens_q": starts.numpy()}
     expected = torch.from_numpy(pool.attend_batch(0, q, **tables))
@@ -110,7 +111,7 @@ def test_values_of_another_width():
     torch.ops.kvfast.append(blocks, rows(2), rows(2, width=32), SLOTS, "int8")
     q = rows(8, 2)
     out = torch.ops.kvfast.attend(blocks, q, TABLE, LENGTHS, "int8", v_head_dim=32)
-    pool = kvfast.PagedKVCache(1, 2, 64, 4, 64, "int8", v_head_dim=32)
+    pool = kvfast.PagedKVCache(1, 2, 64, 4, 64, "int8-rotated", v_head_dim=32)
     pool.append_batch(0, rows(2), rows(2, width=32), SLOTS.numpy())
     assert np.array_equal(out.numpy(), pool.attend_batch(0, q, block_table=TABLE.numpy(), seq_lens=LENGTHS.numpy()))
 

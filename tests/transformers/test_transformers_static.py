@@ -62,7 +62,7 @@ def test_an_index_for_each_row():
     assert all(map(torch.equal, before, (layer.blocks for layer in cache.layers)))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "k8v4", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int8-rotated", "k8v4-rotated", "bfloat16"])
 def test_the_logits_of_a_kvfast_cache(dtype):
     model = random_model("mistral")
     ids, mask = prompt(2, 50)

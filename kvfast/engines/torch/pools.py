@@ -18,9 +18,8 @@ def new_blocks(num_blocks, num_kv_heads, head_dim, dtype="int8", *, block_size=6
     ----------
     num_blocks, num_kv_heads, head_dim : int
     dtype : str
-        As in `kvfast.PagedKVCache`, without float rows: ``"int8"`` and ``"k8v4"`` with codes alone, ``"int4-plain"``, ``"bfloat16"`` and
-        others.
-        Float rows belong to no block: a format with them is a ValueError.
+        As in `kvfast.PagedKVCache`, without float rows: ``"int8"`` and ``"k8v4"`` with codes alone, ``"int4-plain"``, ``"bfloat16"``
+        and others. Float rows belong to no block: a format with them is a ValueError.
     block_size : int
         Tokens of a block: 16, 32, 64, 128 or 256.
     v_head_dim : int, optional

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MADE_BY_SETUPTOOLS = re.compile(r"PKG-INFO|setup\.cfg|kvfast\.egg-info/.*")
-MODULES = re.compile(r"\.(abi3|cpython-[\w-]+)(-[\w-]+)?\.so$")
+MODULES = re.compile(r"\.((abi3|cpython-[\w-]+)(-[\w-]+)?\.so|cp\w+-win_\w+\.pyd)$")
 MAY_BE = re.compile(r"kvfast\.libs/libgomp-|kvfast/engines/llama_cpp/libggml-kvfast-[0-9a-f]{12}\.so$")
 MAX_BYTES = 6_000_000
 

@@ -14,11 +14,11 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 git clone --quiet . "$work/kvfast"
 cd "$work/kvfast"
-sed -i "s/^version = \".*\"$/version = \"$version\"/" pyproject.toml
-sed -i "s/^__version__ = \".*\"$/__version__ = \"$version\"/" kvfast/__init__.py
+files=(pyproject.toml kvfast/__init__.py ci/conda/recipe.yaml)
+sed -i -E "s/^(version =|__version__ =|  version:) \".*\"$/\1 \"$version\"/" "${files[@]}"
 sed -i "s/^## $version (unreleased)$/## $version ($(date +%Y-%m-%d))/" CHANGELOG.md
-for file in pyproject.toml kvfast/__init__.py; do
-    grep -q "version.* = \"$version\"" $file || refuse "$file has no line for the version"
+for file in "${files[@]}"; do
+    grep -q "version.* \"$version\"" $file || refuse "$file has no line for the version"
 done
 git config user.name "$(git -C "$root" log -1 --format=%cn)"
 git config user.email "$(git -C "$root" log -1 --format=%ce)"

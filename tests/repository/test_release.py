@@ -27,7 +27,7 @@ def repository(tmp_path):
     if not shutil.which("git"):
         pytest.skip("needs git")
     folder = tmp_path / "kvfast"
-    for name in ("ci", "kvfast"):
+    for name in ("ci/conda", "kvfast"):
         (folder / name).mkdir(parents=True)
     shutil.copy(ROOT / "ci" / "release.sh", folder / "ci")
     (folder / "ci" / "wheel.sh").write_text(WHEEL)
@@ -35,6 +35,7 @@ def repository(tmp_path):
     for name, text in {
         "pyproject.toml": '[project]\nname = "kvfast"\nversion = "1.1.0"\n',
         "kvfast/__init__.py": '__version__ = "1.1.0"\n',
+        "ci/conda/recipe.yaml": 'context:\n  version: "1.1.0"\n',
         "CHANGELOG.md": "# Changelog\n\n## 1.2.0 (unreleased)\n\n- New.\n\n## 1.1.0 (2020-01-01)\n",
         ".gitignore": "dist/\n",
     }.items():
@@ -53,6 +54,7 @@ def test_a_release_is_a_commit_a_tag_and_checksums(repository):
     assert not git(repository, "status", "--porcelain")
     assert 'version = "1.2.0"' in (repository / "pyproject.toml").read_text()
     assert (repository / "kvfast/__init__.py").read_text() == '__version__ = "1.2.0"\n'
+    assert (repository / "ci/conda/recipe.yaml").read_text() == 'context:\n  version: "1.2.0"\n'
     assert "1.2.0 (2" in (repository / "CHANGELOG.md").read_text()
     digest = hashlib.sha256((repository / "dist/kvfast-1.2.0.whl").read_bytes()).hexdigest()
     assert (repository / "dist/SHA256SUMS").read_text() == f"{digest}  kvfast-1.2.0.whl\n"

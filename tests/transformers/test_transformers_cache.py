@@ -187,7 +187,7 @@ def test_windows_take_constant_memory():
     for _ in range(40):
         logits(model, prompt(1, 20)[0], "kvfast", cache)
         sizes.append(cache.nbytes)
-    assert cache.get_seq_length() == 800 and max(sizes[20:]) == max(sizes[:20])
+    assert cache.get_seq_length() == 800 and max(sizes[20:]) <= max(sizes[:20])
     assert isinstance(cache.rows[0], kvfast.RingKVCache) and cache.is_sliding == [True] * 4
 
 

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
+import torch
 from servers import Proxy, redis_server
 from vllm.lora.request import LoRARequest
 from vllm_drafts import save_drafts
@@ -71,7 +72,9 @@ def test_a_fresh_engine_finds_prompts(folder_of, tmp_path, figures, model, dtype
     first, again = answers(folder_of(model), tmp_path, times=2, **options)
     chunk = 256 if (model, dtype) == ("qwen3_next", "int4_per_token_head") else CHUNK  # vLLM's block, or the default
     restored = sum((n - 1) // chunk * chunk for n in LENGTHS)
-    assert figures["num_restored_tokens"] == (restored if model == "deepseek" else 0)  # vLLM has no prefix cache for latents here
+    # With a matrix unit alone, vLLM has a prefix cache for latents.
+    again_restored = restored if model == "deepseek" and not torch.cpu._is_amx_tile_supported() else 0
+    assert figures["num_restored_tokens"] == again_restored
     assert figures["num_prompts"] == 2 * len(LENGTHS) and figures["bytes_written"] > 0
     figures.clear()
     assert answers(folder_of(model), tmp_path, **options) == [again]

@@ -35,9 +35,8 @@ class CacheStore:
         """k, v: (heads, tokens, dim), float32."""
         heads, tokens, dim = k.shape
         form = KVFormat.of(dtype)
-        by_block = form.centring or form.per_channel
-        form = replace(form, num_recent_float_tokens=0, recent_by_query=by_block and form.recent_by_query)  # no tokens follow
-        if not by_block:
+        form = replace(form, num_recent_float_tokens=0, recent_by_query=form.seals and form.recent_by_query)  # no tokens follow
+        if not form.seals:
             cache = KVCache(1, heads, dim, tokens, dtype=form, block_size=_block_size(tokens))
             cache.append(0, k.swapaxes(0, 1), v.swapaxes(0, 1))
             cache.advance(tokens)

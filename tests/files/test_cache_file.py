@@ -252,9 +252,8 @@ def test_dropped_tokens_are_not_in_the_file(path, rng, kind, dtype):
             secret.append(layer, *tokens(rng, 70))
         secret.truncate(90)
     else:
-        fill(
-            secret, rng, 5 if kvfast.KVFormat.of(dtype).open_tokens else 170
-        )  # after more, tokens before 90 have no float rows any more
+        # After more, tokens before 90 have no float rows any more.
+        fill(secret, rng, 5 if kvfast.KVFormat.of(dtype).open_tokens else 170)
         secret.append(0, *tokens(rng, 30))
         secret.truncate(90)
     assert parts(saved(secret, path)) == expected

@@ -112,7 +112,7 @@ class Track:
         lossy = max(self.lossy[layer], self.read_from(layer, self.layer_length(layer) - 1))
         lossy = max(lossy, positions[gaps[-1] + 1]) if len(gaps) else lossy
         told = f"{'values' if values else 'keys'} of {where}"
-        side.check(got, given, positions, spans, lossy, told, self.lossy[layer] if side.newest else NEVER)
+        side.check(got, given, positions, spans, lossy, told, self.lossy[layer] if side.newest and len(gaps) else NEVER)
         self._check_seen(layer, values, got, positions, where)
 
     def reach(self, layer, values, positions):

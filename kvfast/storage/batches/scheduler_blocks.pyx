@@ -2,18 +2,18 @@
 """The blocks of a pool with float rows that another scheduler gives out.
 
 A scheduler's tables say which blocks a sequence has, and not which tokens of them have codes or float rows. The pool keeps it by
-block: a block begins anew when its first token is written, each layer seals it when it has written the last one, and it loses its
-float rows when no sequence reads them any more. So blocks may be freed, given to other sequences, shared by prefix, and written again
-from any token on while they have float rows.
+block: a block begins anew when its first token is written, each layer that seals does so when it has written the last one, and the
+block loses its float rows when no sequence reads them any more. So blocks may be freed, given to other sequences, shared by prefix,
+and written again from any token on while they have float rows.
 
 Nobody says which sequence a row of a table is, nor that one has ended. A sequence is known by the last block that a step has shown of
 it: the row that has this block at the same place goes on with it. Until then it holds the float rows that its next queries read,
 however long it rests and whoever shares its blocks and runs ahead. One that has ended holds them until its blocks begin anew. Whoever
 cannot spare that memory bounds the number of sequences: those that were not seen for longest are closed, so that their tokens keep
-codes alone. A sequence that goes on in such a block gets float rows of these codes.
+codes alone. A sequence that goes on in such a block gets float rows of these codes where blocks are sealed, else of its new tokens.
 
-Layers may differ in the number of tokens that they keep as floats. So who holds which blocks, and what state a block is in, is kept
-for each such number by itself. A block loses its float rows once it has codes alone for all of them.
+Layers may differ in the number of tokens that they keep as floats, and in where these begin. So who holds which blocks, and what
+state a block is in, is kept for each such rule by itself. A block loses its float rows once it has codes alone for all of them.
 """
 import numpy as np
 

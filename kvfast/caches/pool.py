@@ -236,8 +236,8 @@ class Pool(StorageProperties):
         the bits of a `Sequence` whenever it goes on. Nobody says that it has ended, so its float rows stay until its blocks are
         written from their first token again: at worst, where all texts are short, those of every token of the pool.
         `max_num_seqs` bounds them: of sequences beyond that number, those left out for longest keep codes alone, and go on from
-        these. A sequence that starts with known blocks reads codes, unless a running sequence of an earlier step still needs
-        their float rows.
+        these. As many ends of prompts are kept besides. So a sequence that starts with known blocks reads what computing them
+        would at the end of a prompt or after the last full block of a text; elsewhere it reads codes.
         """
         most = self.num_blocks if max_num_seqs is None else check_size(max_num_seqs, "max_num_seqs", 1)
         return self._batches.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping, most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfast.caches.buffer_layout import buffer_layout
-from kvfast.codec.formats import KVFormat, floats_of
+from kvfast.codec.formats import KVFormat, codes_alone, floats_of
 from kvfast.core.checks import check_block_size
 
 DEFAULTS = {"kvfast": "int4", "vllm": "auto"}
@@ -18,8 +18,8 @@ def rotated(dtype):
 VLLM_FORMATS = {
     "auto": KVFormat.of("bfloat16"),  # the model's dtype
     "int8_per_token_head": KVFormat.of("int8-rotated"),
-    "turboquant_k8v4": KVFormat.of("k8v4-rotated"),
-    "int4_per_token_head": KVFormat.of("int4"),
+    "turboquant_k8v4": KVFormat.of("k8v4"),
+    "int4_per_token_head": KVFormat.of("int4-recent"),
     "turboquant_4bit_nc": rotated("int4"),
     "turboquant_k3v4_nc": rotated("int3/int4"),
     "turboquant_3bit_nc": rotated("int3"),
@@ -31,10 +31,15 @@ VLLM_BLOCK_SIZE = 64
 STEP_TOKENS = 2048
 
 
-def vllm_format(name, window):
-    """The KVFormat of a layer. Layers with a window have blocks alone, no float rows."""
+def vllm_format(name, window, has_tail=None):
+    """The KVFormat of a layer. `has_tail`: whether newest tokens are floats, None for what VLLM_FORMATS says. Layers with a window
+    have blocks alone, no float rows."""
     form = VLLM_FORMATS[name]
-    return form if window is None or floats_of(form) is None else rotated(form.k_dtype)
+    if has_tail and name == "int8_per_token_head":
+        form = KVFormat.of("int8")
+    if floats_of(form) is None or window is None and has_tail is not False:
+        return form
+    return codes_alone(form) if codes_alone(form) != form else rotated(form.k_dtype)
 
 
 class BlocksOfVLLM:

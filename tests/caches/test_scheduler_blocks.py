@@ -83,11 +83,11 @@ class Scheduler:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_prefixes_are_shared(rng, name):
-    """By a request of the same step, as by later ones: as codes."""
+    """By a request of the same step, as by later ones: as codes. At the end of a prompt, later ones read what computing it would."""
     scheduler = Scheduler(FORMATS[name], rng)
-    size, [first] = scheduler.size, [rows(rng, 3 * scheduler.size + 5)]
+    size, [first] = scheduler.size, [rows(rng, 6 * scheduler.size + 5)]
     one, other = scheduler.new(), scheduler.new()
-    one.blocks = [scheduler.free.pop() for _ in range(4)]
+    one.blocks = [scheduler.free.pop() for _ in range(7)]
     other.blocks, other.length = one.blocks[:2], 2 * size
     for layer in range(LAYERS):
         other.cache.append(layer, *first[layer][:, : 2 * size])
@@ -108,12 +108,51 @@ def test_prefixes_are_shared(rng, name):
     one.length = first.shape[2]
     for _ in range(30):
         scheduler.step([one], [1])
-    late = scheduler.new(one.blocks[:3])
-    late.length = 3 * size
+    late, again = scheduler.new(one.blocks[:1]), scheduler.new(one.blocks[:6])
+    late.length, again.length = size, 6 * size
     late.cache.restore(one.cache.snapshot())
-    late.cache.truncate(3 * size)
-    for counts in ([1, 40], [1, 1], [3, 2]):
-        scheduler.step([one, late], counts)
+    late.cache.truncate(size)
+    for layer in range(LAYERS):
+        again.cache.append(layer, *first[layer][:, : 6 * size])
+    again.cache.advance(6 * size)
+    for counts in ([1, 40, 1], [1, 1, 40], [3, 2, 1]):
+        scheduler.step([one, late, again], counts)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("steps", [[200], [100, 100], [16] * 12 + [8]])
+def test_a_known_text_is_read_as_computed(rng, name, steps):
+    """The same prompt again, the text that goes on, and the text that was preempted, each at the last block that is full, whatever
+    else was computed meanwhile. The scheduler keeps 16 texts."""
+    scheduler = Scheduler(FORMATS[name], rng, num_blocks=400)
+    scheduler.limits = {"max_num_seqs": 16}
+    size, prompt, tail = scheduler.size, rows(rng, 200 + scheduler.size), rows(rng, 100)
+    text = np.concatenate([prompt, tail], axis=2)
+
+    def known(length, cut):
+        """A request of the first tokens, whose cache computes them in steps."""
+        request, at = scheduler.new(one.blocks[: length // size]), 0
+        request.length = length // size * size
+        for n in cut:
+            n = min(n, request.length - at)
+            if n == 0:
+                break
+            for layer in range(LAYERS):
+                request.cache.append(layer, *text[layer][:, at : at + n])
+            request.cache.advance(n)
+            at += n
+        return request
+
+    one, other = scheduler.new(), scheduler.new()
+    steps = [*steps, size]
+    for n in steps:
+        scheduler.step([one], [n], [prompt[:, :, one.length : one.length + n]])
+    for i in range(100):
+        scheduler.step([one, other], [1, 3], [tail[:, :, i : i + 1], rows(rng, 3)])
+    cut = [*steps, *[1] * 100]
+    for request in (known(prompt.shape[2] - 1, cut), known(one.length, cut), known(prompt.shape[2] - 1, cut)):
+        for n in (1, 20, 1):
+            scheduler.step([request, other], [n, 1])
 
 
 def test_float_rows_are_bounded(rng):

@@ -1,6 +1,6 @@
 """Files that versions before this one have written are read, with the numbers that were stored.
 
-    python tests/files/test_old_files.py    # writes the files of this version, before its release
+Run as a script before a release, this writes the files of its version.
 """
 
 from pathlib import Path

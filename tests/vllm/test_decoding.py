@@ -116,15 +116,19 @@ def test_dflash_stores_by_slots_alone(folder, folder_of, tmp_path, monkeypatch):
         return in_engine(folder, lambda llm: generate(llm, PROMPTS, 16), kv_cache_dtype=dtype, **more)
 
     assert texts("int8_per_token_head", speculative_config=dflash) == texts("int8_per_token_head")
-    with pytest.raises(ValueError, match="dflash does not say which tokens it stores: choose another, or one for the drafts"):
+    with pytest.raises(
+        ValueError, match="dflash does not know: choose another kv_cache_dtype for the drafts: .*, or set KVFAST_TAIL=0"
+    ):
         texts("int4_per_token_head", speculative_config=dflash)
     with pytest.raises(ValueError, match="vLLM's own backend, which has no kv_cache_dtype=int8_per_token_head"):
         in_engine(folder_of("mistral"), print, kv_cache_dtype="int8_per_token_head", speculative_config=dflash)
     for dtype in ("int8_per_token_head", "auto"):
-        with pytest.raises(ValueError, match="^kv_cache_dtype=int4_per_token_head keeps .*, and dflash does not say"):
+        with pytest.raises(ValueError, match="^kv_cache_dtype=int4_per_token_head keeps .*, which dflash does not know"):
             texts(dtype, speculative_config=dflash | {"kv_cache_dtype": "int4_per_token_head"})
     with_int8 = dflash | {"kv_cache_dtype": "int8_per_token_head"}
     assert texts("int4_per_token_head", speculative_config=with_int8) == texts("int4_per_token_head")
+    monkeypatch.setenv("KVFAST_TAIL", "0")
+    assert texts("int4_per_token_head", speculative_config=dflash) == texts("int4_per_token_head")
 
 
 def test_encoders_are_left_to_vllm(tmp_path, monkeypatch):

@@ -118,8 +118,7 @@ def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_o
 
 
 def test_the_default_keeps_float_rows_beside_the_blocks(folder_of, monkeypatch):
-    """Tokens that are computed again, and those of known prefixes, are read with another precision, as in kvfast's own pools. So
-    a text depends on them, and on nothing else: not on the batch, and not on whose blocks it gets."""
+    """A text does not depend on the batch, on whose blocks it gets, or on whether it is computed again."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     preempted = []
@@ -132,15 +131,12 @@ def test_the_default_keeps_float_rows_beside_the_blocks(folder_of, monkeypatch):
         growing = prompts((50, 52, 54, 56))
         slowly = [generate(llm, [one], 100)[0] for one in growing]
         assert not preempted
-        texts = generate(llm, growing, 100)
-        assert preempted and [len(text) for text in texts] == [len(text) for text in slowly]
-        assert sum(one == other for one, other in zip(texts, slowly)) >= 4 - len(preempted)
+        assert generate(llm, growing, 100) == slowly and preempted
         assert [generate(llm, [one])[0] for one in prompts()] == alone
-        assert {pool.dtype for pool in pools_of(llm)} == {"int4"}
+        assert {pool.dtype for pool in pools_of(llm)} == {"int4-recent"}
         [memory] = {id(layer.impl.memory): layer.impl.memory for layer in layers_of(llm).values()}.values()
-        assert (
-            0 < memory.pool.nbytes - sum(tensor.nbytes for tensor in memory._tensors) < sum(tensor.nbytes for tensor in memory._tensors)
-        )
+        blocks = sum(tensor.nbytes for tensor in memory._tensors)
+        assert 0 < memory.pool.nbytes - blocks < 3 * blocks  # at most all of their tokens as float16
 
     in_engine(
         folder_of("deep"),
@@ -155,16 +151,18 @@ def test_the_default_keeps_float_rows_beside_the_blocks(folder_of, monkeypatch):
 
 @pytest.mark.parametrize("name", ["int8_per_token_head", "int4_per_token_head"])
 def test_the_same_request_twice(folder_of, monkeypatch, name):
-    """With a hit of the prefix cache it gets the same tokens, but for the format that reads a prompt as floats at first. vLLM
-    warns of it, and gets the same tokens without the hit."""
+    """With a hit of the prefix cache it gets the same tokens, but for a format with float rows after the beginning of another text.
+    vLLM warns of it, and gets the same tokens without the hit."""
     given, said = prompts((130, 190, 221, 261, 300)), []
+    others = [given[-1][:192] + one for one in prompts((60, 70, 80, 90), seed=1)]
     monkeypatch.setattr(backend.logger, "warning_once", lambda text, *values: said.append(text % values))
 
     def use(llm):
         first = [generate(llm, [one])[0] for one in given]
         assert [generate(llm, [one], skip_reading_prefix_cache=True)[0] for one in given] == first
-        again = [generate(llm, [one])[0] for one in given]
-        assert (again == first) == (not said)
+        assert [generate(llm, [one])[0] for one in given] == first
+        after = [generate(llm, [one])[0] for one in others]
+        assert ([generate(llm, [one], skip_reading_prefix_cache=True)[0] for one in others] == after) == (not said)
 
     in_engine(folder_of("deep"), use, kv_cache_dtype=name, block_size=64)
     assert [text.split(" reads")[0] for text in said] == ["kv_cache_dtype=int4_per_token_head"] * name.startswith("int4")
@@ -189,7 +187,7 @@ def test_vllm_finds_the_plugin(monkeypatch):
     assert called
 
 
-@pytest.mark.parametrize("name", ["KVFAST_ISA", "KVFAST_PRECISION", "KVFAST_NUM_THREADS"])
+@pytest.mark.parametrize("name", ["KVFAST_ISA", "KVFAST_PRECISION", "KVFAST_NUM_THREADS", "KVFAST_TAIL"])
 def test_a_wrong_setting_ends_vllm(name):
     """It logs what happens while it loads a plugin, and goes on without it. What happens when it calls one ends it."""
     code = "from importlib.metadata import entry_points as points\n[one] = [p for p in points(group='vllm.general_plugins') if p.name == 'kvfast']"

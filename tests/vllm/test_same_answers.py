@@ -28,6 +28,7 @@ def test_answers_have_the_same_bits(folder_of, tmp_path, monkeypatch, model, dty
     """Alone, in a batch, preempted, in chunks, and from the prefix cache or a store. Two prompts have a common beginning."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    monkeypatch.setenv("KVFAST_TAIL", "0")
     common, *tails = prompts((150, 25, 200, 90))
     asked = [common + tails[0], common + tails[1], tails[2], prompts((33,), seed=1)[0]]
 
@@ -55,3 +56,30 @@ def test_answers_have_the_same_bits(folder_of, tmp_path, monkeypatch, model, dty
     alone = in_engine(folder_of(model), whole, **options, kv_transfer_config=stored(tmp_path))
     blocks = 15 if model == "gemma3" else 10
     assert in_engine(folder_of(model), cut, **options, num_gpu_blocks_override=blocks, max_num_batched_tokens=50) == (alone, alone)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("deep", "int4_per_token_head"), ("deep", "turboquant_k8v4"), ("llama", "int8_per_token_head")]
+)
+def test_answers_with_float_rows_have_the_same_bits(folder_of, monkeypatch, model, dtype):
+    """Alone, in a batch, in chunks; known prompts again and again, and conversations that go on."""
+    monkeypatch.setenv("KVFAST_TAIL", "1")
+    asked, questions = prompts((175, 192, 290, 33)), prompts((20, 90, 5, 70), seed=1)
+
+    def whole(llm):
+        same_rows(llm)
+        alone = [texts(llm, [one], TOKENS, skip_reading_prefix_cache=True)[0] for one in asked]
+        assert texts(llm, asked, TOKENS) == alone
+        assert [texts(llm, [one], TOKENS)[0] for one in asked] == alone
+        longer = [[*one, *tokens, *question] for one, (tokens, _), question in zip(asked, alone, questions)]
+        assert texts(llm, longer, TOKENS) == [texts(llm, [one], TOKENS, skip_reading_prefix_cache=True)[0] for one in longer]
+        assert texts(llm, asked, TOKENS) == alone
+        return alone
+
+    def cut(llm):
+        same_rows(llm)
+        return texts(llm, asked[::-1], TOKENS)[::-1], texts(llm, asked, TOKENS)
+
+    options = {"kv_cache_dtype": dtype, "block_size": 64, "max_model_len": 448}
+    alone = in_engine(folder_of(model), whole, **options)
+    assert in_engine(folder_of(model), cut, **options, max_num_batched_tokens=50) == (alone, alone)

@@ -41,22 +41,14 @@ def check_texts(model, prompts, form, found, error):
     """Texts are what kvfast's own runtime chooses on a cache of this format, given the tokens before; but for ties, which most
     texts do not have. Their log-probabilities are as near as `error`, in int8 all but 1 in 100."""
     prefix = kvfast.PagedKVCache(*model.cache_shape, num_blocks=16 * len(prompts), dtype=form).new_sequence()
-    steps = [prompts, *([tokens[i : i + 1] for tokens, _ in found] for i in range(TOKENS - 1))]
-    if (
-        form != VLLM_FORMATS["int4_per_token_head"]
-    ):  # which reads tokens of one step as floats; the others need not come in the same steps
-        shared = len(os.path.commonprefix(prompts))
-        model.forward(prompts[0][:shared], prefix)
-        steps = [[[*ids[shared:], *tokens[:-1]] for ids, (tokens, _) in zip(prompts, found, strict=True)]]
-    sequences = [prefix.fork() for _ in prompts]
-    hidden = []
-    for step in steps:
-        counts = [len(tokens) for tokens in step]
-        out = model.forward_batch(np.concatenate(step), sequences, counts)
-        hidden.append(np.split(out, np.cumsum(counts)[:-1]))
+    shared = len(os.path.commonprefix(prompts))  # nothing depends on the steps
+    model.forward(prompts[0][:shared], prefix)
+    rest = [[*ids[shared:], *tokens[:-1]] for ids, (tokens, _) in zip(prompts, found, strict=True)]
+    counts = [len(tokens) for tokens in rest]
+    hidden = np.split(model.forward_batch(np.concatenate(rest), [prefix.fork() for _ in prompts], counts), np.cumsum(counts)[:-1])
     wholes, differences = 0, []
-    for ids, (tokens, logprobs), *parts in zip(prompts, found, *hidden, strict=True):
-        logits = model.logits(np.concatenate(parts)[-TOKENS:]).astype(np.float64)
+    for ids, (tokens, logprobs), part in zip(prompts, found, hidden, strict=True):
+        logits = model.logits(part[-TOKENS:]).astype(np.float64)
         chosen, best = logits[range(TOKENS), tokens], logits.max(1)
         assert (best - chosen < 2 * error).all(), ids
         differences.append(logprobs - (chosen - best - np.log(np.exp(logits - best[:, None]).sum(1))))

@@ -21,7 +21,7 @@ from kvfast.engines.vllm import trial, versions
 from kvfast.engines.vllm.formats import MODES, NAMES, Directions, block_sizes, block_sizes_of_all, content_bytes, format_of
 from kvfast.engines.vllm.hybrids import Hybrids, finer, interleaved, layers_of_block
 from kvfast.engines.vllm.memory import GroupMemory, arrays_of
-from kvfast.engines.vllm.registration import CONNECTOR
+from kvfast.engines.vllm.registration import CONNECTOR, TAIL
 
 logger = init_logger("vllm.kvfast")
 
@@ -137,31 +137,28 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             return
         transfer = vllm_config.kv_transfer_config
-        if fmt.num_first_float_tokens and transfer is not None and transfer.kv_connector != CONNECTOR:
-            raise ValueError(
-                f"kv_cache_dtype={dtype} keeps some tokens as floats outside vLLM's blocks, which "
-                f"{transfer.kv_connector} would not send: choose {CONNECTOR}, or turboquant_4bit_nc or int8_per_token_head"
-            )
-        cache = vllm_config.cache_config
-        if fmt.num_first_float_tokens and cache.mamba_cache_mode == "align" and cache.prefix_match_unit not in (None, cache.block_size):
-            raise ValueError(
-                f"kv_cache_dtype={dtype} keeps some tokens as floats outside vLLM's blocks, which vLLM would not copy with the "
-                f"first tokens of a block: choose int8_per_token_head, or leave prefix_match_unit={cache.prefix_match_unit} out"
-            )
-        drafts = vllm_config.speculative_config
+        cache, drafts = vllm_config.cache_config, vllm_config.speculative_config
         is_like_drafts = drafts is not None and dtype == (getattr(drafts, "kv_cache_dtype", None) or cache.cache_dtype)
-        if fmt.num_first_float_tokens and is_like_drafts and drafts.method in SLOTS_ALONE:
-            raise ValueError(
-                f"kv_cache_dtype={dtype} keeps some tokens as floats outside vLLM's blocks, and {drafts.method} does not say "
-                "which tokens it stores: choose another, or one for the drafts: "
-                '--speculative-config \'{"kv_cache_dtype": "int8_per_token_head", ...}\''
+        refused = None
+        if transfer is not None and transfer.kv_connector != CONNECTOR:
+            refused = f"{transfer.kv_connector} would not send: choose {CONNECTOR}"
+        elif cache.mamba_cache_mode == "align" and cache.prefix_match_unit not in (None, cache.block_size):
+            refused = f"vLLM would not copy with the first tokens of a block: leave prefix_match_unit={cache.prefix_match_unit} out"
+        elif is_like_drafts and drafts.method in SLOTS_ALONE:
+            refused = (
+                f"{drafts.method} does not know: choose another kv_cache_dtype for the drafts: --speculative-config "
+                '\'{"kv_cache_dtype": "int8_per_token_head", ...}\''
             )
-        if fmt.num_first_float_tokens:
+        if fmt.num_first_float_tokens and refused:
+            raise ValueError(
+                f"kv_cache_dtype={dtype} keeps some tokens as floats outside vLLM's blocks, which {refused}, or set {TAIL}=0"
+            )
+        if fmt.num_first_float_tokens and cache.enable_prefix_caching:
             logger.warning_once(
-                "kv_cache_dtype=%s reads the tokens of a step as floats, and those of earlier steps and of the prefix cache as codes: the "
-                "same request may get other tokens where other requests change its steps, or where its prompt is known. "
-                "int8_per_token_head gives the same tokens",
+                "kv_cache_dtype=%s reads the newest tokens as floats. After a beginning of another text that the prefix cache has, it reads "
+                "codes, so that the tokens of a prompt may differ from those without the prefix cache; %s",
                 dtype,
+                "KVFAST_TAIL=0 gives the same" if "int8" in dtype else "int8_per_token_head gives the same",
             )
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         named = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
@@ -189,7 +186,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 buffer=buffer,
             )
 
-        self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs, cut)
+        self._memory = GroupMemory(layers, new_pool, cut)
         if trial.LAYER not in layer_names:
             self._say(fmt)
 

@@ -7,6 +7,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttent
 from kvfast import KVFormat
 from kvfast.engine import VLLM_FORMATS, buffer_layout, vllm_format
 from kvfast.engines.vllm import versions
+from kvfast.engines.vllm.registration import has_tail
 
 BLOCK_SIZES = (32, 64, 128, 256)
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -34,7 +35,8 @@ def format_of(spec):
         return None
     if spec.kv_quant_mode is not KVQuantMode.NONE:
         name = MODES.get(spec.kv_quant_mode)
-        return None if name is None else vllm_format(name, spec.sliding_window if type(spec) is SlidingWindowSpec else None)
+        window = spec.sliding_window if type(spec) is SlidingWindowSpec else None
+        return None if name is None else vllm_format(name, window, has_tail())
     dtype = FLOATS.get(spec.dtype)
     return None if dtype is None else KVFormat.of(dtype)
 

@@ -6,7 +6,7 @@ import os
 
 from kvfast.engines.vllm import versions
 
-SWITCH = "KVFAST_VLLM"
+SWITCH, TAIL = "KVFAST_VLLM", "KVFAST_TAIL"
 BACKENDS = {  # of each part, by the name of the one that it replaces
     versions.ATTENTION: {"CPU_ATTN": "kvfast.engines.vllm.backend.KVFastBackend"},
     versions.LATENT_ROWS: {
@@ -26,6 +26,7 @@ def register():
     """
     if os.environ.get(SWITCH, "1").strip().lower() in ("0", "off", "false", "no"):
         return
+    has_tail()
     version, parts = versions.installed_version(), list(versions.USED)
     versions.Untested.needs_trial = not versions.is_tested(version)
     versions.Untested.is_off = False
@@ -43,6 +44,14 @@ def register():
 
         with contextlib.suppress(ValueError):  # vLLM calls this more than once in a process
             KVConnectorFactory.register_connector(CONNECTOR, "kvfast.engines.vllm.connector", CONNECTOR)
+
+
+def has_tail():
+    """Whether layers read the newest tokens of a text as floats, as KVFAST_TAIL asks; None if it is not set."""
+    value = os.environ.get(TAIL, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{TAIL} must be 0 or 1, got {value!r}")
+    return bool(int(value)) if value else None
 
 
 def _has_all(part, version):

@@ -16,8 +16,8 @@ cdef class SchedulerBlocks:
     cdef int16_t *floats_from  # (num_rules, num_blocks) first offset of a block that is not CODES whose token has a float row
     cdef int32_t *holders      # (num_rules, num_blocks) number of sequences that hold the float rows of a block
     # The position from which on each sequence reads float rows, and the blocks that it holds for that, by its last block and the place
-    # of that in its table; the sequence that was seen last comes last.
-    cdef list held             # (num_rules,) of dict
+    # of that in its table; the sequence that was seen last comes last. In the same way, the ends of prompts.
+    cdef list held, ends       # (num_rules,) of dict
     cdef Py_ssize_t step       # number of the newest batch
 
     cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1
@@ -39,6 +39,7 @@ cdef class SchedulerBlocks:
     cdef int _begin_anew(self, list blocks) except -1
     cdef list _going_on(self, int rule, PreparedBatch batch)
     cdef int _forget_behind(self, int rule, set anew) except -1
-    cdef int _hold(self, int rule, PreparedBatch batch, list before, Py_ssize_t max_num_seqs) except -1
+    cdef int _hold(self, int rule, PreparedBatch batch, list going_on, Py_ssize_t max_num_seqs) except -1
+    cdef list _hold_row(self, int rule, dict held, PreparedBatch batch, Py_ssize_t i, Py_ssize_t begin, Py_ssize_t end)
     cdef int _let_go(self, int rule, list blocks, anew) except -1
     cdef int _set_begins(self, int rule, PreparedBatch batch, list going_on) except -1

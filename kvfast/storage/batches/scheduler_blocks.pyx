@@ -12,6 +12,9 @@ however long it rests and whoever shares its blocks and runs ahead. One that has
 cannot spare that memory bounds the number of sequences: those that were not seen for longest are closed, so that their tokens keep
 codes alone. A sequence that goes on in such a block gets float rows of these codes where blocks are sealed, else of its new tokens.
 
+Schedulers find known beginnings of texts at ends of blocks. So a sequence also holds what queries after its last full block read, and
+the end of its prompt is held apart, as long as that of a sequence. Whoever is given the same text reads there what computing would.
+
 Layers may differ in the number of tokens that they keep as floats, and in where these begin. So who holds which blocks, and what
 state a block is in, is kept for each such rule by itself. A block loses its float rows once it has codes alone for all of them.
 """
@@ -30,6 +33,8 @@ cdef enum:
     CODES                      # its tokens have codes alone, but for the first tokens of a sequence and those of a patch
     OPEN                       # it is not full, and its tokens have float rows
     SEALED                     # they have both, once the layers have written the last one
+
+    MOST_DRAFTS = 16           # a sequence that writes more tokens in a step computes its prompt
 
 
 cdef inline Py_ssize_t _tokens_before(PreparedBatch batch, Py_ssize_t i) noexcept:
@@ -54,7 +59,7 @@ cdef class SchedulerBlocks:
         self.state = <uint8_t *>calloc(self.num_rules * pool.num_blocks, sizeof(uint8_t))
         self.floats_from = <int16_t *>calloc(self.num_rules * pool.num_blocks, sizeof(int16_t))
         self.holders = <int32_t *>calloc(self.num_rules * pool.num_blocks, sizeof(int32_t))
-        self.held = [{} for _ in range(self.num_rules)]
+        self.held, self.ends = [{} for _ in range(self.num_rules)], [{} for _ in range(self.num_rules)]
         if self.written == NULL or self.begins == NULL or self.state == NULL or self.floats_from == NULL or self.holders == NULL:
             raise MemoryError("cannot allocate the state of a scheduler's blocks")
 
@@ -95,7 +100,7 @@ cdef class SchedulerBlocks:
         batch.filled, batch.num_starts = self._starts_first([block for block, _, _, end in writes if end == self.pool.block_size])
         for rule in range(len(self.pool.rules)):
             self._set_begins(rule, batch, going_on[rule])
-            self._hold(rule, batch, [blocks for _, blocks in going_on[rule]], max_num_seqs)
+            self._hold(rule, batch, going_on[rule], max_num_seqs)
         self.step += 1
         batch.step = self.step
         return 0
@@ -121,7 +126,7 @@ cdef class SchedulerBlocks:
         memset(self.written, 0, self.num_blocks * sizeof(int16_t))
         memset(self.state, CODES, self.num_rules * self.num_blocks * sizeof(uint8_t))
         memset(self.holders, 0, self.num_rules * self.num_blocks * sizeof(int32_t))
-        self.held = [{} for _ in range(self.num_rules)]
+        self.held, self.ends = [{} for _ in range(self.num_rules)], [{} for _ in range(self.num_rules)]
         self.step += 1
         return 0
 
@@ -223,7 +228,7 @@ cdef class SchedulerBlocks:
                                      f"them were written")
                 if index or not self.pool.has_sinks:
                     continue
-                if not (self.pool.keeps_newest or at == 0 if is_new else self.pool.floats.num_pieces(block)):
+                if not (self.pool.keeps_newest or at == 0 if is_new else self.begins[block]):
                     raise ValueError(f"block_table begins sequence {i} with block {block}, which was not written as the first of a "
                                      f"sequence")
         return 0
@@ -268,10 +273,10 @@ cdef class SchedulerBlocks:
 
     cdef list _going_on(self, int rule, PreparedBatch batch):
         """For each row: the position from which on it may read float rows, and the blocks that its sequence held after the last step.
-        Found sequences leave `held`. A row without a sequence is a fork of one that holds its newest known block, or reads codes. If
-        two rows could go on with one sequence, the first does."""
+        Found sequences leave `held`. A row without one reads the float rows of those that hold its newest known block, or codes. If two
+        rows could go on with one sequence, the first does."""
         cdef Py_ssize_t size = self.pool.block_size, i, index, done
-        cdef list blocks, first = [], forks
+        cdef list blocks, first = []
         cdef dict places = {}, held = self.held[rule]
         for i in range(batch.num_sequences):
             done = _tokens_before(batch, i)
@@ -287,8 +292,12 @@ cdef class SchedulerBlocks:
                     break
             else:
                 known = batch.table[i, done // size - 1] if done >= size else None
-                forks = [begin for begin, blocks in held.values() if known in blocks]
-                first.append(min(forks, default=done // size * size))
+                begin = done // size * size
+                for known_rows in (held, self.ends[rule]):
+                    for place in [place for place, (_, blocks) in known_rows.items() if known in blocks]:
+                        begin = min(begin, known_rows[place][0])
+                        known_rows[place] = known_rows.pop(place)  # seen
+                first.append(begin)
         going_on = [[begin, []] for begin in first]
         for place, i in places.items():
             going_on[i][1] = held.pop(place)[1]
@@ -297,35 +306,38 @@ cdef class SchedulerBlocks:
     cdef int _forget_behind(self, int rule, set anew) except -1:
         """Let no sequence hold blocks that begin anew, and the blocks after them, whose tokens it has lost."""
         cdef list blocks
-        cdef dict held = self.held[rule]
-        for place in [place for place, (_, blocks) in held.items() if not anew.isdisjoint(blocks)] if anew else ():
-            begin, blocks = held.pop(place)
-            for count in range(len(blocks)):
-                if blocks[count] in anew:
-                    break
-            place = blocks[count - 1], place[1] - len(blocks) + count
-            if count and place not in held:
-                held[place], blocks = (begin, blocks[:count]), blocks[count:]
-            self._let_go(rule, blocks, anew)
+        cdef dict held
+        for held in (self.held[rule], self.ends[rule]) if anew else ():
+            for place in [place for place, (_, blocks) in held.items() if not anew.isdisjoint(blocks)]:
+                begin, blocks = held.pop(place)
+                for count in range(len(blocks)):
+                    if blocks[count] in anew:
+                        break
+                place = blocks[count - 1], place[1] - len(blocks) + count
+                if count and place not in held:
+                    held[place], blocks = (begin, blocks[:count]), blocks[count:]
+                self._let_go(rule, blocks, anew)
         return 0
 
-    cdef int _hold(self, int rule, PreparedBatch batch, list before, Py_ssize_t max_num_seqs) except -1:
-        """Let the sequences of the batch hold the float rows that their queries read, and release those that nobody holds."""
-        cdef Py_ssize_t size = self.pool.block_size, i, index, end
-        cdef int32_t block
-        cdef list blocks
-        cdef dict held = self.held[rule]
+    cdef int _hold(self, int rule, PreparedBatch batch, list going_on, Py_ssize_t max_num_seqs) except -1:
+        """Let the sequences of the batch hold the float rows that queries at their ends read, and release those that nobody holds."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index, done, begin, kept_tokens, border
+        cdef list blocks, before = [blocks for _, blocks in going_on]
+        cdef dict held, ends = self.ends[rule]
         cdef int some = False
+        kept_tokens, border = self.pool.rules[rule]
         for i in range(batch.num_sequences):
-            end = (batch.lens[i] + size - 1) // size
-            blocks = _row(batch, i, batch.floats_begin[rule, i] // size, end)
-            if blocks:
-                for block in blocks:
-                    self.holders[rule * self.num_blocks + block] += 1
-                before.append(held.pop((blocks[-1], end - 1), (0, []))[1])  # of a row with the same tokens
-                held[blocks[-1], end - 1] = batch.floats_begin[rule, i], blocks
-        while len(held) > max(max_num_seqs, batch.num_sequences):
-            before.append(held.pop(next(iter(held)))[1])
+            done, begin = _tokens_before(batch, i), batch.floats_begin[rule, i]
+            before.append(self._hold_row(rule, self.held[rule], batch, i, begin, (batch.lens[i] + size - 1) // size))
+            if not before[i] or batch.lens[i] - done > MOST_DRAFTS:
+                index = done // size - 1
+                if before[i] and index >= 0:  # the prompt did not end there
+                    before.append(ends.pop((batch.table[i, index], index), (0, []))[1])
+                begin = max(begin, coded_at((batch.lens[i] - 1) // size * size, kept_tokens, border))
+                before.append(self._hold_row(rule, ends, batch, i, begin, batch.lens[i] // size))
+        for held in (self.held[rule], ends):
+            while len(held) > max(max_num_seqs, batch.num_sequences):
+                before.append(held.pop(next(iter(held)))[1])
         for blocks in before:
             some |= self._let_go(rule, blocks, ())
         if some:  # the rest may lie after all that was released
@@ -335,6 +347,18 @@ cdef class SchedulerBlocks:
                         self.pool.floats.move_down(batch.table[i, index])
             self.pool.floats.pieces.trim()
         return 0
+
+    cdef list _hold_row(self, int rule, dict held, PreparedBatch batch, Py_ssize_t i, Py_ssize_t begin, Py_ssize_t end):
+        """Hold the blocks of a row from position `begin` to the block `end`. Returns those of a row with the same tokens."""
+        cdef list blocks = _row(batch, i, begin // self.pool.block_size, end)
+        cdef int32_t block
+        if not blocks:
+            return blocks
+        for block in blocks:
+            self.holders[rule * self.num_blocks + block] += 1
+        same = held.pop((blocks[-1], end - 1), (0, []))[1]
+        held[blocks[-1], end - 1] = begin, blocks
+        return same
 
     cdef int _let_go(self, int rule, list blocks, anew) except -1:
         """Hold some blocks for one sequence less. Those that none holds keep codes alone, but for those that begin anew. Returns
@@ -363,7 +387,7 @@ cdef class SchedulerBlocks:
         cdef uint8_t *state = self._state_of(rule)
         kept_tokens, border = self.pool.rules[rule]
         for i in range(batch.num_sequences):
-            begin = max(coded_at(_tokens_before(batch, i), kept_tokens, border), <Py_ssize_t>going_on[i][0])
+            begin = max(coded_at(_tokens_before(batch, i) // size * size, kept_tokens, border), <Py_ssize_t>going_on[i][0])
             for index in range((batch.lens[i] + size - 1) // size - 1, begin // size - 1, -1):
                 block = batch.table[i, index]
                 first = size if state[block] == CODES else self.floats_from[rule * self.num_blocks + block]

@@ -235,9 +235,10 @@ class Pool(StorageProperties):
         keeps its newest float rows while it is left out of steps and while others share its blocks and run ahead, so that it has
         the bits of a `Sequence` whenever it goes on. Nobody says that it has ended, so its float rows stay until its blocks are
         written from their first token again: at worst, where all texts are short, those of every token of the pool.
-        `max_num_seqs` bounds them: of sequences beyond that number, those left out for longest keep codes alone, and go on from
-        these. As many ends of prompts are kept besides. So a sequence that starts with known blocks reads what computing them
-        would at the end of a prompt or after the last full block of a text; elsewhere it reads codes.
+        `max_num_seqs` bounds them: of sequences beyond that number, those left out for longest keep codes alone, and lose the
+        tokens that have none yet. A sequence that starts with known blocks reads what computing them would at the end of a prompt
+        and after the last full block of a text, if this is among the newest such places: one for 64 blocks, and at least 16.
+        Elsewhere it reads codes.
         """
         most = self.num_blocks if max_num_seqs is None else check_size(max_num_seqs, "max_num_seqs", 1)
         return self._batches.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping, most)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from cache_kinds import SEALING, UNSEALED, filled
 from pool_buffers import CANARY, outside, strided
-from reference import attention, relative_error
 
 import kvfast
 from kvfast.caches.buffer_layout import buffer_layout
@@ -241,34 +240,33 @@ def test_a_number_of_sequences_bounds_float_rows(rng):
         rested.append(scheduler.new())
         scheduler.step([talk, rested[-1]], [1, 90])
         most = max(most, scheduler.pool.nbytes - empty)
-    assert most <= ((2 * 9) * 4 + 81 + 32) * piece  # 81: the first tokens of each text, which always stay floats
+    assert (
+        most <= ((2 * 9) * 4 + 16 * 4 + 81 + 32) * piece
+    )  # 16 ends of prompts; the first tokens of each text, which always stay floats
     scheduler.step(rested[-6:], [1] * 6)  # as many as that have their bits
     with pytest.raises(ValueError, match="max_num_seqs must be at least 1, got 0"):
         scheduler.pool.prepare_batch([[0]], [0], [0, 0], [], max_num_seqs=0)
 
 
-def test_a_closed_text_goes_on_from_its_codes(isa, rng):
-    scheduler = Scheduler("int4", rng, num_blocks=200)
-    scheduler.limits = {"max_num_seqs": 3}
-    rested = [scheduler.new() for _ in range(3)]
-    given = [rows(rng, n) for n in (100, 30, 64)]
-    scheduler.step(rested, [100, 30, 64], given)
+@pytest.mark.parametrize("name", SEALING)
+def test_a_closed_text_loses_what_has_no_codes(rng, name):
+    """Nothing is written into its blocks, whose memory other layers may have now. Its full blocks are still known."""
+    scheduler, arrays = over_arrays(FORMATS[name], rng)
+    scheduler.limits, size = {"max_num_seqs": 3}, scheduler.size
+    closed, given = scheduler.new(), rows(rng, scheduler.size + 30)
+    scheduler.step([closed], [size + 30], [given])
+    before = [array[closed.blocks].copy() for array in arrays]
     for _ in range(4):
-        scheduler.step([scheduler.new()], [70])
-    for first, n in ((0, 1), (1, 40), (41, 60), (101, 1)):
-        new = [rows(rng, n) for _ in rested]
-        tables, slots = scheduler.tables(rested, [n] * 3)
-        batch = scheduler.pool.prepare_batch(**tables, slot_mapping=slots)
-        for layer in range(LAYERS):
-            scheduler.pool.append_batch(layer, *np.concatenate([one[layer] for one in new], axis=1), batch)
-            for i, request in enumerate(rested):
-                k, v = np.concatenate([given[i], new[i]], axis=2)[layer]
-                q = rng.standard_normal((n, HEADS, DIM)).astype(np.float32)
-                expected, _ = attention(q, k, v)
-                assert relative_error(scheduler.pool.attend_batch(layer, q, batch.only(i)), expected) < 0.32, (first, i)
-        for i, request in enumerate(rested):
-            given[i] = np.concatenate([given[i], new[i]], axis=2)
-            request.length += n
+        scheduler.step([scheduler.new()], [20])
+    assert all(np.array_equal(array[closed.blocks], kept) for array, kept in zip(arrays, before))
+    tables, slots = scheduler.tables([closed], [1])
+    refused(scheduler, "and only 0 were written before it", tables, slots)
+    known = scheduler.new(closed.blocks[:1])
+    known.length = size
+    for layer in range(LAYERS):
+        known.cache.append(layer, *given[layer][:, :size])
+    known.cache.advance(size)
+    scheduler.step([known], [3])
 
 
 def test_in_memory_of_the_caller(isa, rng):

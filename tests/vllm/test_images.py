@@ -126,7 +126,7 @@ def test_images(folder, known):
         assert said(*prompts())[0] == together and [said(one)[0][0] for one in prompts()] == together
         return together, ids
 
-    options = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}, "disable_chunked_mm_input": True}
+    options = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}}
     found, ids = in_engine(folder, use, max_num_batched_tokens=128, **options)
     assert max(map(len, ids)) > 256
     assert found == [of_transformers(folder, *one) for one in zip(prompts(), ids)]

@@ -186,7 +186,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 buffer=buffer,
             )
 
-        self._memory = GroupMemory(layers, new_pool, cut)
+        self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs, cut)
         if trial.LAYER not in layer_names:
             self._say(fmt)
 

@@ -10,11 +10,6 @@ def arrays_of(metadata):
     ], metadata.slot_mapping.numpy()
 
 
-# Texts that rest or have ended, besides those of a step, whose float rows are kept: one for so many blocks, which bounds their memory,
-# but a few in any pool.
-BLOCKS_OF_TEXT, LEAST_TEXTS = 128, 16
-
-
 class GroupMemory:
     """The pool of some layers whose keys and values have one format, in the tensors that vLLM has bound to them.
 
@@ -22,8 +17,8 @@ class GroupMemory:
     arrays of the layers. `cut` takes the tensors of the layers, and returns those that the pool shall have.
     """
 
-    def __init__(self, layers, new_pool, cut=None):
-        self._layers, self._new_pool, self._cut = layers, new_pool, cut
+    def __init__(self, layers, new_pool, max_num_seqs, cut=None):
+        self._layers, self._new_pool, self._max_num_seqs, self._cut = layers, new_pool, max_num_seqs, cut
         self._tensors = []
         self.pool = None
         self._batch = self._metadata = None
@@ -50,7 +45,6 @@ class GroupMemory:
         """The PreparedBatch of a step, which the first layer that needs it prepares. Not the builder of the metadata: that may serve
         layers of another group, as those of a draft model."""
         if metadata is not self._metadata:
-            pool, running = self.bind(), len(metadata.tables[1])
-            most = running + max(LEAST_TEXTS, pool.num_blocks // BLOCKS_OF_TEXT)
-            self._batch, self._metadata = pool.prepare_batch(*metadata.tables, metadata.slots, max_num_seqs=most), metadata
+            self._batch = self.bind().prepare_batch(*metadata.tables, metadata.slots, max_num_seqs=self._max_num_seqs)
+            self._metadata = metadata
         return self._batch

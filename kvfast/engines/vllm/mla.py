@@ -81,7 +81,7 @@ class KVFastMLAMetadataBuilder(AttentionMetadataBuilder):
                 len(buffer), layers[0].kv_lora_rank, layers[0].qk_rope_head_dim, num_blocks, block_size, fmt, buffer=buffer
             )
 
-        self._memory = GroupMemory(layers, new_pool)
+        self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs)
         logger.info_once(
             "kvfast keeps latent rows as %s, %d bytes per token (kv_cache_dtype=%s)",
             str(fmt),

@@ -24,7 +24,7 @@ def register():
     all that it uses of vLLM. If something is missing, it switches itself off, and a warning says what is missing. If all is there, the
     first layer of a model tries one attention call. Latent rows are left to vLLM then, as no such call is tried for them.
     """
-    if os.environ.get(SWITCH, "1").strip().lower() in ("0", "off", "false", "no"):
+    if not _is_on():
         return
     has_tail()
     version, parts = versions.installed_version(), list(versions.USED)
@@ -36,6 +36,7 @@ def register():
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    _keep_images_whole()
     for part in parts:
         for name, backend in BACKENDS.get(part, {}).items():
             register_backend(AttentionBackendEnum[name], backend)
@@ -44,6 +45,26 @@ def register():
 
         with contextlib.suppress(ValueError):  # vLLM calls this more than once in a process
             KVConnectorFactory.register_connector(CONNECTOR, "kvfast.engines.vllm.connector", CONNECTOR)
+
+
+def _is_on():
+    return os.environ.get(SWITCH, "1").strip().lower() not in ("0", "off", "false", "no")
+
+
+def _keep_images_whole():
+    """Let vLLM's platform do as that of CUDA: where the tokens of an image see each other, no step ends inside of one."""
+    from vllm.platforms import current_platform
+
+    original = current_platform.check_and_update_config
+
+    def check_and_update_config(vllm_config):
+        original(vllm_config)
+        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        if _is_on() and model is not None and model.is_mm_prefix_lm and scheduler.is_multimodal_model:
+            scheduler.disable_chunked_mm_input = True
+
+    if getattr(original, "__module__", None) != __name__:  # vLLM calls `register` more than once in a process
+        type(current_platform).check_and_update_config = staticmethod(check_and_update_config)
 
 
 def has_tail():

@@ -18,6 +18,7 @@ _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 USED = {
     ATTENTION: {
         "vllm.config": {"get_current_vllm_config": (), "get_layers_from_vllm_config": ("vllm_config", "layer_type", "layer_names")},
+        "vllm.platforms": {"current_platform": ("check_and_update_config",)},
         "vllm.model_executor.layers.attention": {"Attention": ("get_kv_cache_spec",)},
         "vllm.model_executor.layers.attention.attention": {"get_attention_context": ("layer_name",)},
         "vllm.v1.attention.backend": {

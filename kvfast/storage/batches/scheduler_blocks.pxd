@@ -31,7 +31,6 @@ cdef class SchedulerBlocks:
     cdef list _first_rows(self, int32_t block, bint copies)
     cdef list _writes_of(self, PreparedBatch batch)
     cdef int _check_read(self, PreparedBatch batch, dict ends) except -1
-    cdef int _seal(self, int rule, list full) except -1
     cdef tuple _starts_first(self, list blocks)
     cdef uint8_t *_state_of(self, int rule) noexcept
     cdef bint _seals(self, int rule) noexcept
@@ -41,5 +40,6 @@ cdef class SchedulerBlocks:
     cdef int _forget_behind(self, int rule, set anew) except -1
     cdef int _hold(self, int rule, PreparedBatch batch, list going_on, Py_ssize_t max_num_seqs) except -1
     cdef list _hold_row(self, int rule, dict held, PreparedBatch batch, Py_ssize_t i, Py_ssize_t begin, Py_ssize_t end)
+    cdef list _end(self, int rule, Py_ssize_t index, begin, list blocks)
     cdef int _let_go(self, int rule, list blocks, anew) except -1
     cdef int _set_begins(self, int rule, PreparedBatch batch, list going_on) except -1

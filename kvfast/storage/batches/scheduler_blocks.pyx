@@ -10,10 +10,10 @@ Nobody says which sequence a row of a table is, nor that one has ended. A sequen
 it: the row that has this block at the same place goes on with it. Until then it holds the float rows that its next queries read,
 however long it rests and whoever shares its blocks and runs ahead. One that has ended holds them until its blocks begin anew. Whoever
 cannot spare that memory bounds the number of sequences: those that were not seen for longest are closed, so that their tokens keep
-codes alone. A sequence that goes on in such a block gets float rows of these codes where blocks are sealed, else of its new tokens.
+codes alone, and are lost where a block that is not full has none. Other groups of layers may have got its memory since.
 
 Schedulers find known beginnings of texts at ends of blocks. So a sequence also holds what queries after its last full block read, and
-the end of its prompt is held apart, as long as that of a sequence. Whoever is given the same text reads there what computing would.
+the ends of prompts and of closed texts are held apart, as far as memory is there. Whoever is given the same text reads there what computing would.
 
 Layers may differ in the number of tokens that they keep as floats, and in where these begin. So who holds which blocks, and what
 state a block is in, is kept for each such rule by itself. A block loses its float rows once it has codes alone for all of them.
@@ -35,6 +35,8 @@ cdef enum:
     SEALED                     # they have both, once the layers have written the last one
 
     MOST_DRAFTS = 16           # a sequence that writes more tokens in a step computes its prompt
+    BLOCKS_OF_END = 64         # of the pool, for each end of a prompt that is held
+    LEAST_ENDS = 16
 
 
 cdef inline Py_ssize_t _tokens_before(PreparedBatch batch, Py_ssize_t i) noexcept:
@@ -108,7 +110,7 @@ cdef class SchedulerBlocks:
     cdef int seal(self, PreparedBatch batch, Py_ssize_t layer) except -1:
         """Seal the blocks that the step has filled, in a layer that has written its tokens."""
         if batch.filled and self.pool.layouts[layer].seals:
-            self.pool.floats.seal(batch.filled, batch.num_starts, NULL, layer, -1)
+            self.pool.floats.seal(layer, batch.filled, batch.num_starts)
         return 0
 
     cdef int check(self, PreparedBatch batch) except -1:
@@ -259,13 +261,6 @@ cdef class SchedulerBlocks:
             self.pool.floats.forget(block)
         return 0
 
-    cdef int _seal(self, int rule, list full) except -1:
-        """Encode the tokens of some open blocks that have been written, from their float rows."""
-        blocks, num_starts = self._starts_first(full)
-        if blocks and self._seals(rule):
-            self.pool.floats.seal(blocks, num_starts, self.written, -1, rule)
-        return 0
-
     cdef tuple _starts_first(self, list blocks):
         """Some blocks, first those that begin a sequence, and the number of these."""
         starts = [block for block in blocks if self.begins[<int32_t>block]]
@@ -304,7 +299,7 @@ cdef class SchedulerBlocks:
         return going_on
 
     cdef int _forget_behind(self, int rule, set anew) except -1:
-        """Let no sequence hold blocks that begin anew, and the blocks after them, whose tokens it has lost."""
+        """Let no sequence hold blocks that begin anew, and the blocks after them, whose tokens it has lost. What it has left is an end."""
         cdef list blocks
         cdef dict held
         for held in (self.held[rule], self.ends[rule]) if anew else ():
@@ -313,10 +308,9 @@ cdef class SchedulerBlocks:
                 for count in range(len(blocks)):
                     if blocks[count] in anew:
                         break
-                place = blocks[count - 1], place[1] - len(blocks) + count
-                if count and place not in held:
-                    held[place], blocks = (begin, blocks[:count]), blocks[count:]
-                self._let_go(rule, blocks, anew)
+                self._let_go(rule, blocks[count:], anew)
+                if count:
+                    self._let_go(rule, self._end(rule, place[1] - len(blocks) + count, begin, blocks[:count]), anew)
         return 0
 
     cdef int _hold(self, int rule, PreparedBatch batch, list going_on, Py_ssize_t max_num_seqs) except -1:
@@ -335,9 +329,16 @@ cdef class SchedulerBlocks:
                     before.append(ends.pop((batch.table[i, index], index), (0, []))[1])
                 begin = max(begin, coded_at((batch.lens[i] - 1) // size * size, kept_tokens, border))
                 before.append(self._hold_row(rule, ends, batch, i, begin, batch.lens[i] // size))
-        for held in (self.held[rule], ends):
-            while len(held) > max(max_num_seqs, batch.num_sequences):
-                before.append(held.pop(next(iter(held)))[1])
+        held = self.held[rule]
+        while len(held) > max(max_num_seqs, batch.num_sequences):
+            place, (begin, blocks) = next(iter(held.items()))
+            del held[place]
+            index = len(blocks) - (self.written[<int32_t>blocks[-1]] < size)
+            before.append(blocks[index:])
+            if index:
+                before.append(self._end(rule, place[1] - len(blocks) + index, begin, blocks[:index]))
+        while len(ends) > max(LEAST_ENDS, self.num_blocks // BLOCKS_OF_END):
+            before.append(ends.pop(next(iter(ends)))[1])
         for blocks in before:
             some |= self._let_go(rule, blocks, ())
         if some:  # the rest may lie after all that was released
@@ -360,6 +361,16 @@ cdef class SchedulerBlocks:
         held[blocks[-1], end - 1] = begin, blocks
         return same
 
+    cdef list _end(self, int rule, Py_ssize_t index, begin, list blocks):
+        """Let full blocks, the last of which is at `index` of a table, be an end. Returns those that are held no longer."""
+        cdef dict ends = self.ends[rule]
+        place = blocks[-1], index
+        if place in ends and ends[place][0] <= begin:
+            return blocks
+        same = ends.pop(place, (0, []))[1]
+        ends[place] = begin, blocks
+        return same
+
     cdef int _let_go(self, int rule, list blocks, anew) except -1:
         """Hold some blocks for one sequence less. Those that none holds keep codes alone, but for those that begin anew. Returns
         whether float rows were released."""
@@ -372,8 +383,9 @@ cdef class SchedulerBlocks:
             holders[block] -= 1
             if holders[block] == 0 and state[block] != CODES and block not in anew:
                 idle.append(block)
-        self._seal(rule, [block for block in idle if state[block] == OPEN])
         for block in idle:
+            if state[block] == OPEN and self._seals(rule):
+                self.written[block] = 0  # its tokens are lost: others may have the memory of a block that no step shows
             state[block] = CODES
             if self._is_coded(block):
                 self.pool.floats.release_coded(block, self.begins[block], self.pool.block_size)

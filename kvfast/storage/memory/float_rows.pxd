@@ -32,7 +32,7 @@ cdef class FloatRows:
     cdef int forget(self, int32_t block) except -1
     cdef int release(self, int32_t block, int first) except -1
     cdef int release_coded(self, int32_t block, bint is_first, Py_ssize_t last) except -1
-    cdef int seal(self, list blocks, int num_starts, const int16_t *written, Py_ssize_t layer, int rule) except -1
+    cdef int seal(self, Py_ssize_t layer, list blocks, int num_starts) except -1
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int move_down(self, int32_t block) except -1
     cdef int copy(self, int32_t source, int32_t target) except -1

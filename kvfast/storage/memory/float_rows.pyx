@@ -166,17 +166,16 @@ cdef class FloatRows:
         keeps those that always are floats."""
         return self._release_range(block, 1 if is_first and self.has_sinks else 0, min(last, self.first_patch(block)) // KV_PIECE)
 
-    cdef int seal(self, list blocks, int num_starts, const int16_t *written, Py_ssize_t layer, int rule) except -1:
-        """Encode full blocks of a layer, or with -1 of all, as a whole, from the float rows of their tokens; see `seal_blocks`. A block
-        becomes a patched one in layers where its new tokens do not fit the statistics that it has kept."""
+    cdef int seal(self, Py_ssize_t layer, list blocks, int num_starts) except -1:
+        """Encode full blocks of a layer as a whole, from the float rows of their tokens; see `seal_blocks`. A block becomes a patched
+        one if its new tokens do not fit the statistics that it has kept."""
         cdef int32_t[::1] view = np.array(blocks, np.int32)
-        cdef Py_ssize_t first = max(layer, <Py_ssize_t>0), count = 1 if layer >= 0 else self.num_layers, i, j
-        cdef uint8_t[:, ::1] unfit = np.zeros((view.shape[0], count), np.uint8)
-        seal_blocks(self.layouts + first, count, &view[0], view.shape[0], num_starts, &unfit[0, 0], written, rule)
+        cdef uint8_t[::1] unfit = np.zeros(view.shape[0], np.uint8)
+        cdef Py_ssize_t i
+        seal_blocks(self.layouts + layer, &view[0], view.shape[0], num_starts, &unfit[0])
         for i in range(view.shape[0]):
-            for j in range(count):
-                if unfit[i, j]:
-                    self.set_kept_codes(first + j, view[i], -abs(self.kept_codes[first + j][view[i]]))
+            if unfit[i]:
+                self.set_kept_codes(layer, view[i], -abs(self.kept_codes[layer][view[i]]))
         return 0
 
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:

@@ -95,7 +95,7 @@ cdef class TokenLife:
         cdef Py_ssize_t size = self.pool.block_size, index
         if self.fills(layer, before, after):
             full = [self.map.block(index) for index in range(before // size, after // size)]
-            self.pool.floats.seal(full, before < size, NULL, layer, -1)
+            self.pool.floats.seal(layer, full, before < size)
         return 0
 
     cdef int release_float_rows(self, Py_ssize_t length) except -1:

@@ -24,14 +24,11 @@
    no sign. */
 static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int8_t *parts)
 {
-    const int tiles = (n + TILE_DEPTH - 1) / TILE_DEPTH;
-    for (int i = 0; i < tiles; i++) {
+    const ptrdiff_t tiles = (n + TILE_DEPTH - 1) / TILE_DEPTH;
+    int8_t *at = parts + r * TILE_DEPTH;
+    for (; n > 0; n -= TILE_DEPTH, row += TILE_DEPTH, at += TILE_BYTES) {
         vi x[4];
-        for (int j = 0; j < 4; j++) {
-            const int at = i * TILE_DEPTH + j * W;
-            x[j] = at < n ? vf_round(vf_mul(vf_load(row + at), inverse)) : vi_set1(0);
-        }
-        int8_t *at = parts + i * TILE_BYTES + r * TILE_DEPTH;
+        KV_FOR4(j, 4, x[j] = n >= TILE_DEPTH || j * W < n ? vf_round(vf_mul(vf_load(row + j * W), inverse)) : vi_set1(0););
         KV(cut_activations)(x[0], x[1], x[2], x[3], at, at + tiles * TILE_BYTES);
         if (!KV_TILE_UNIT) _mm512_store_si512(at, _mm512_xor_si512(_mm512_load_si512(at), vi_set1(KV_ABOVE_ZERO)));
     }

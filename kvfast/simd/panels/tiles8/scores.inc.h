@@ -73,29 +73,27 @@ typedef struct {
 static __attribute__((noinline)) void KV(fold_panel)(const kv_operands *operands, const kv_panel *panel, int block,
                                                      KV(folded_panel) *folded)
 {
-    KV_ALIGNED float lanes[KV_ROWS * W];
+    KV_ALIGNED float sums[KV_ROWS * W], most[KV_ROWS * W];
     const float *means = operands->means + block * KV_MAX_HEAD_DIM, *scales = operands->channels + block * KV_MAX_HEAD_DIM;
-    const float *row = panel->queries;
     const ptrdiff_t n = operands->dim;
-    for (int r = 0; r < KV_ROWS; r += 4, row += 4 * n) {
-        vf sum[4];
-        KV_FOR4(i, 4, sum[i] = vf_set1(0.0f););
-        for (ptrdiff_t c = 0; c < n; c += W) KV_FOR4(i, 4, sum[i] = vf_fma(vf_load(row + i * n + c), vf_load(means + c), sum[i]););
-        KV_FOR4(i, 4, vf_store(lanes + (r + i) * W, sum[i]););
-    }
-    vf_store(folded->shift, vf_mul(KV(reduce_rows)(lanes, 0), vf_set1(panel->factor)));
-    if (!operands->folds) return;
-    row = panel->queries;
-    for (int r = 0; r < KV_ROWS; r++, row += n) {
-        vf largest = vf_set1(0.0f);
+    for (ptrdiff_t r = 0; r < KV_ROWS; r += 4) {
+        vf sum[4], largest[4];
+        KV_FOR4(i, 4, sum[i] = largest[i] = vf_set1(0.0f););
         for (ptrdiff_t c = 0; c < n; c += W) {
-            const vf scaled = vf_mul(vf_load(row + c), vf_load(scales + c));
-            largest = vf_max(largest, vf_abs(scaled));
-            vf_store(folded->rows + r * n + c, scaled);
+            const vf mean = vf_load(means + c), scale = vf_load(scales + c);
+            vf x[4];
+            KV_FOR4(i, 4, x[i] = vf_load(panel->queries + (r + i) * n + c); sum[i] = vf_fma(x[i], mean, sum[i]););
+            if (!operands->folds) continue;
+            KV_FOR4(i, 4,
+                const vf scaled = vf_mul(x[i], scale);
+                largest[i] = vf_max(largest[i], vf_abs(scaled));
+                vf_store(folded->rows + (r + i) * n + c, scaled););
         }
-        vf_store(lanes + r * W, largest);
+        KV_FOR4(i, 4, vf_store(sums + (r + i) * W, sum[i]); vf_store(most + (r + i) * W, largest[i]););
     }
-    const vf top = KV(reduce_rows)(lanes, 1);
+    vf_store(folded->shift, vf_mul(KV(reduce_rows)(sums, 0), vf_set1(panel->factor)));
+    if (!operands->folds) return;
+    const vf top = KV(reduce_rows)(most, 1);
     vf_store(folded->unit, vf_mul(top, vf_set1(panel->factor * (1.0f / KV_MAX_ACTIVATION))));
     vf_store(folded->inverse, KV(inverse_of)(vf_set1(KV_MAX_ACTIVATION), top));
     for (int r = 0; r < KV_ROWS; r++)

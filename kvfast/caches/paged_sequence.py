@@ -10,6 +10,7 @@ import numpy as np
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.caches.token_ids import TokenIds
 from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.core.text import shown
 from kvfast.storage.sequences.sequence import SequenceStorage
 from kvfast.storage.sequences.sequence import advance_all as advance_storages
 
@@ -54,6 +55,8 @@ class Sequence(SequenceCache):
         # Only a pool makes sequences of its class; any other argument is refused here.
         if getattr(type(pool), "_sequence", None) is not type(self):
             raise TypeError(f"a {type(self).__name__} is made by its pool: see new_sequence(), match_prefix() and fork()")
+        if not isinstance(digests, (list, tuple)):
+            raise TypeError(f"digests must be a list with one for each full block of token_ids, got {shown(digests)}")
         self._pool, self._table, known = pool, pool._batches.new_table(), pool._known_states
         # If a later step fails, this storage releases the blocks that the table holds by then.
         layers = [(self._table, layer) for layer in range(pool.num_layers)]

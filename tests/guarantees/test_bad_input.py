@@ -402,6 +402,7 @@ def test_errors_are_those_of_kvfast_and_name_the_argument(tmp_path):
     for call, kind, text in [
         (lambda: pool.block_table(5), TypeError, "sequences must be a list of sequences of this pool, got 5"),
         (lambda: pool.slot_mapping([], [[1], [1, 2]]), ValueError, "num_tokens must be one number or 0, one per sequence, got 2"),
+        (lambda: kvfast.Sequence(pool, digests=7), TypeError, "digests must be a list with one .* got 7"),
         (lambda: pool.prepare_batch([[0]], None), TypeError, "seq_lens must be an array, got None"),
         (lambda: pool.prepare_batch([[0]], 5), ValueError, "seq_lens must be integers with 1 dimension, got 5"),
         (lambda: kvfast.PrefixKVCache(5), TypeError, "layers must be a list of CompressedKV, one for each layer, got 5"),

@@ -30,8 +30,10 @@ FLOORS = (
     ("engine",),  # the names that engines use besides
     ("engines.llama_cpp", "engines.torch", "engines.vllm", "tools.llama", "tools.evaluation"),
     ("evaluation", "llama", "llama_cpp", "torch", "vllm"),  # faces: the public names of these rooms
-    ("engines.transformers", "tools.cli"),
-    ("engines", "tools", "transformers"),
+    ("engines.transformers",),
+    ("transformers",),
+    ("tools.cli",),
+    ("engines", "tools"),
     ("__main__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

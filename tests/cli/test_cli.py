@@ -98,6 +98,14 @@ def test_missing_extra_of_eval(package, option, extra, model, text):
     assert result.stderr.splitlines()[-1] == f'error: the {extra} extra is needed: pip install "kvfast[{extra}]"'
 
 
+def test_missing_extra_of_a_model_of_hugging_face(text, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = run_here("eval", "--model", tmp_path, "--text", text)
+    assert (code, err) == (2, 'error: the transformers extra is needed: pip install "kvfast[transformers]"\n')
+
+
 # --- generate ----------------------------------------------------------------------------------
 
 

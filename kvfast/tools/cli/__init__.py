@@ -1,7 +1,7 @@
 """The command line, `python -m kvfast <command>`.
 
 - llama, evaluate, plan, serve, chat, store, bench: the commands, by what they use
-- settings: arguments that several commands share
+- settings, hugging_face: arguments that several commands share; models of Hugging Face
 - reading: long texts of `generate`
 
 Each command has a function here that declares its arguments and names the function that runs it. This
@@ -21,6 +21,7 @@ from kvfast.engine import MAX_TOKENS
 
 # Package -> the extra that has it.
 EXTRAS = dict.fromkeys(["gguf", "tokenizers", "rich", "safetensors", "xxhash"], "llama")
+EXTRAS |= dict.fromkeys(["torch", "transformers"], "transformers")
 EXTRAS |= {"matplotlib": "plot", "llama_cpp": "llama-cpp", "redis": "redis", "obstore": "cloud", "cryptography": "encrypted"}
 
 
@@ -132,7 +133,7 @@ def _add_eval(commands):
         description="Predict a text token by token with a float32 cache and with others, and compare the predictions.",
     )
     add = parser.add_argument
-    _add_model_arguments(parser)
+    _add_model_arguments(parser, "a GGUF file, or a folder or name of Hugging Face, which transformers computes in float32")
     add(
         "--formats",
         "--dtype",
@@ -384,9 +385,9 @@ def _run_llama_cpp_build(args):
     print(build(args.source, args.libraries, args.out))
 
 
-def _add_model_arguments(parser):
+def _add_model_arguments(parser, kinds="a GGUF file"):
     add = parser.add_argument
-    add("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
+    add("--model", metavar="FILE", help=f"{kinds} (default: SmolLM2-135M-Instruct, fetched once)")
     add("--k-dtype", metavar="DTYPE", help="format of keys, in place of that of --dtype")
     add("--v-dtype", metavar="DTYPE", help="format of values, in place of that of --dtype")
     add("--calibration", metavar="FILE", help="store keys in the bases of this file, which `calibrate` wrote")

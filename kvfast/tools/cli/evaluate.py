@@ -18,10 +18,10 @@ from kvfast import evaluation, llama
 from kvfast.engine import size_text
 from kvfast.tools.cli.bench.json_file import write_json
 from kvfast.tools.cli.bench.report import about_machine
-from kvfast.tools.cli.settings import set_threads, storage_of
+from kvfast.tools.cli.settings import is_hugging_face, set_threads, storage_of
 from kvfast.tools.evaluation.compressed_prompts import evaluate_compressed, parse_methods
 from kvfast.tools.evaluation.llama_cpp_caches import LlamaCpp, parse_cache_types
-from kvfast.tools.evaluation.perplexity import FORMATS, bits_per_element
+from kvfast.tools.evaluation.perplexity import FORMATS, bits_per_element, new_cache
 from kvfast.tools.evaluation.plotting import check_folder, check_plot
 from kvfast.tools.evaluation.report import as_rows, compression_table, plot_scores, reports_table, retrieval_table, score_table
 from kvfast.tools.evaluation.retrieval import KINDS, retrieval_scores, retrieval_task, retrieve_with
@@ -36,6 +36,10 @@ def run_eval(args):
         return
     if args.report:
         check_folder(args.report)
+    if args.model and is_hugging_face(args.model):
+        for option, given in (("--task", args.task != "predict"), ("--compress", args.compress), ("--llama-cpp", args.llama_cpp)):
+            if given:
+                raise ValueError(f"{option} is for GGUF files")
     if args.task != "predict":
         return _run_task(args)
     if args.compress:
@@ -49,14 +53,13 @@ def run_eval(args):
         check_plot(args.plot)
     path, model, tokenizer = _load(args)
     context = model.config.context_length
-    if args.tokens > context:
+    if context and args.tokens > context:
         raise ValueError(f"--tokens is {args.tokens}; the model's context is {context}")
     all_tokens = [tokenizer.encode(text)[: args.tokens] for text in texts]
     rotated, per_text, seconds = [], [], []
     with _progress(sum(len(tokens) - 1 for tokens in all_tokens) * (2 if types else 1)) as progress:
         for tokens in all_tokens:
-            room = max(1, len(tokens))
-            caches = [TimedCache(kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)) for storage in storages]
+            caches = [TimedCache(new_cache(model, len(tokens), **storage)) for storage in storages]
             per_text.append(evaluation.evaluate(model, tokens, caches, chunk_size=args.chunk, progress=progress))
             seconds.append([cache.seconds for cache in caches])
         if types:
@@ -70,7 +73,7 @@ def run_eval(args):
         about = _about(path, model, texts) | {"chunk": args.chunk, **more}
         for text, tokens, scores, times in zip(about["texts"], all_tokens, per_text, seconds):
             text |= {"tokens": len(tokens), "results": as_rows(scores)}
-            for row, time in zip(text["results"], times):
+            for row, time in zip(text["results"], times if any(times) else ()):  # transformers attends past them
                 row["attention_seconds"] = round(time, 6)
         write_json(args.report, about)
     table = functools.partial(score_table, cache_shape=model.cache_shape)
@@ -152,7 +155,7 @@ def _report(args, path, per_text, title, table_of, abouts, **more):
     means = [evaluation.mean_score(scores) for scores in zip(*per_text)]
     count, names = f"{means[0].num_predictions:,}", ", ".join(args.text)
     if args.plot:
-        plot_scores(means, args.plot, f"{Path(path).stem}, {count} predictions")
+        plot_scores(means, args.plot, f"{_name(path)}, {count} predictions")
     if args.json:
         by_text = [{"text": text, **about, "results": as_rows(scores)} for text, about, scores in zip(args.text, abouts, per_text)]
         print(json.dumps({"text": names, "chunk": args.chunk, "results": as_rows(means), "texts": by_text, **more}, indent=2))
@@ -163,16 +166,29 @@ def _report(args, path, per_text, title, table_of, abouts, **more):
 
 def _about(path, model, texts):
     """The part of a report that tells the model, the texts and the machine, without a word of the texts."""
-    of_model = {"name": Path(path).stem, "sha256": file_sha256(path), **asdict(model.config)}
+    checksum = file_sha256(path) if Path(path).is_file() else model.sha256(path)
+    of_model = {"name": _name(path), "sha256": checksum, **asdict(model.config)}
     of_texts = [{"sha256": sha256(text.encode()).hexdigest(), "characters": len(text)} for text in texts]
-    return about_machine() | {"model": of_model, "texts": of_texts}
+    about = about_machine()
+    about["versions"] |= getattr(model, "versions", {})
+    return about | {"model": of_model, "texts": of_texts}
+
+
+def _name(path):
+    """The name of a model's file or folder."""
+    path = Path(path).absolute()
+    return path.stem if path.is_file() else path.name
 
 
 def _load(args):
     """Path, model and tokenizer of the arguments; sets the threads."""
     set_threads(args.threads)
     path = args.model or llama.fetch_model()
-    return path, *llama.load(path)
+    if not args.model or not is_hugging_face(args.model):
+        return path, *llama.load(path)
+    from kvfast.tools.cli import hugging_face
+
+    return path, *hugging_face.load(path, args.threads)
 
 
 @contextmanager

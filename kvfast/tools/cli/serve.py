@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shlex
 import socket
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import kvfast
 from kvfast.engine import open_store, read_shape
+from kvfast.tools.cli.settings import is_hugging_face
 from kvfast.tools.llama.fetch import cache_dir, fetch_model
 
 # --cache-type -> the number of the ggml type, elements of its blocks, and vLLM's format.
@@ -29,7 +29,7 @@ def run_serve(args):
     key = args.api_key_file and Path(args.api_key_file).read_text("utf-8").strip()
     if key == "":
         raise ValueError(f"{args.api_key_file} has no key")
-    if args.model and _is_hugging_face(args.model):
+    if args.model and is_hugging_face(args.model):
         _run_vllm(args, key)
         return
     path, context = checked_model(args)
@@ -84,15 +84,6 @@ def load_model(args, path, context, store):
 def _need(package):
     if find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-
-
-def _is_hugging_face(model):
-    """Whether a model is a folder, or a name like owner/name."""
-    if os.path.isdir(model):
-        if not os.path.exists(os.path.join(model, "config.json")):
-            raise ValueError(f"the folder {model} has no config.json: give a GGUF file, or the folder of a model of Hugging Face")
-        return True
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not model.endswith(".gguf") and not os.path.exists(model)
 
 
 def _model_file(model):

@@ -1,7 +1,9 @@
-"""Arguments that several commands share: the format of a cache, and the number of threads."""
+"""Arguments that several commands share: the format of a cache, the kind of a model, and the number of threads."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from dataclasses import replace
 
@@ -30,3 +32,12 @@ def set_threads(count):
         print("note: without threadpoolctl, --threads does not limit NumPy's matrix products", file=sys.stderr)
     else:
         threadpoolctl.threadpool_limits(count, user_api="blas")
+
+
+def is_hugging_face(model):
+    """Whether a model is a folder, or a name like owner/name."""
+    if os.path.isdir(model):
+        if not os.path.exists(os.path.join(model, "config.json")):
+            raise ValueError(f"the folder {model} has no config.json: give a GGUF file, or the folder of a model of Hugging Face")
+        return True
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not model.endswith(".gguf") and not os.path.exists(model)

@@ -86,7 +86,7 @@ def evaluate(model, tokens, caches, *, chunk_size=16, progress=None):
     tokens : sequence of int
         At least two.
     caches : sequence of kvfast.KVCache
-        Empty caches made with `model.cache_shape`.
+        Empty caches made with `model.cache_shape`, or by ``model.new_cache`` if it has that.
     chunk_size : int
         Tokens per forward pass.
     progress : callable, optional
@@ -97,7 +97,7 @@ def evaluate(model, tokens, caches, *, chunk_size=16, progress=None):
     list of CacheScore
         One per cache.
     """
-    reference_cache = kvfast.KVCache(*model.cache_shape, max_seq_len=max(1, len(tokens)), dtype="float32")
+    reference_cache = new_cache(model, len(tokens), dtype="float32")
     predict = predictor(model, [reference_cache, *caches])
     bits = {}  # after each chunk
 
@@ -111,9 +111,15 @@ def evaluate(model, tokens, caches, *, chunk_size=16, progress=None):
         for part in scores["lengths"]:
             part["bits_per_element"] = bits[min(n for n in bits if n >= part["num_tokens"])][index]
     return [
-        CacheScore(str(cache.dtype), bytes_per_token=cache.bytes_per_token, bits_per_element=bits_per_element(cache), **scores)
+        CacheScore(cache.dtype_name, bytes_per_token=cache.bytes_per_token, bits_per_element=bits_per_element(cache), **scores)
         for cache, scores in zip(caches, found, strict=True)
     ]
+
+
+def new_cache(model, room, **storage):
+    """An empty cache for a model, with room for that many tokens."""
+    make = getattr(model, "new_cache", None)
+    return make(room, **storage) if make else kvfast.KVCache(*model.cache_shape, max_seq_len=max(1, room), **storage)
 
 
 def predictor(model, caches):
@@ -189,8 +195,10 @@ def mean_score(scores):
 
 
 def bits_per_element(cache):
-    """Bits that a cache stores per element of its keys and values, all stored bytes included."""
-    return 8 * cache.nbytes_used / (2 * cache.num_layers * cache.entry_size * len(cache))
+    """Bits that a cache stores per element of the keys and values that it keeps, all stored bytes included."""
+    sizes, n = (cache.num_kv_heads, cache.head_dim, cache.v_head_dim, cache.sliding_window), len(cache)
+    layers = zip(*(one if isinstance(one, tuple) else (one,) * cache.num_layers for one in sizes))
+    return 8 * cache.nbytes_used / sum(heads * (k_dim + v_dim) * min(n, window or n) for heads, k_dim, v_dim, window in layers)
 
 
 def log_softmax(logits):

@@ -95,7 +95,7 @@ class ChunkStore:
         """What `parse` makes of the payloads of some keys; None for a value that is not there or not sound."""
 
         def use(payload: memoryview) -> Any:
-            self._count(bytes_fetched=HEADER_BYTES + len(payload))
+            self.count(bytes_fetched=HEADER_BYTES + len(payload))
             return parse(payload)
 
         return [self._take(key, value, use) for key, value in zip(keys, self._get(keys, deadline))]
@@ -118,7 +118,7 @@ class ChunkStore:
         begin = time.perf_counter()
         good = self._fetch(chunks, deadline, write, meanwhile, num_threads) if chunks else meanwhile() or 0
         nbytes = sum(size for _, size in chunks[:good])
-        self._count(bytes_fetched=nbytes)
+        self.count(bytes_fetched=nbytes)
         if nbytes and good == len(chunks):
             self.rate.measured(nbytes, time.perf_counter() - begin)
         self.touch([*used, *(key for key, _ in reversed(chunks[:good]))])
@@ -169,7 +169,7 @@ class ChunkStore:
         self._later.close()
         self._patience.close()
 
-    def _count(self, **counts):
+    def count(self, **counts):
         with self._lock:
             self.stats.add(**counts)
 
@@ -232,5 +232,5 @@ class ChunkStore:
         is_kept = self._patience.call(lambda: put_or_refuse(self.store, key, value), self.deadline(), False, True)
         if is_kept:
             self._patience.is_well(True)
-        self._count(**{"bytes_written": len(value)} if is_kept else {"num_refused": 1, "bytes_refused": len(value)})
+        self.count(**{"bytes_written": len(value)} if is_kept else {"num_refused": 1, "bytes_refused": len(value)})
         return is_kept

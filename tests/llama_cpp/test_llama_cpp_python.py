@@ -56,7 +56,7 @@ def test_a_fresh_llama_finds_prompts(smollm2_file, tmp_path, types):
         llm.reset()
         llm.set_cache(prompts)
         assert answer(llm, ids) == expected
-        computed = WholeState(llm.save_state().llama_state, len(ids))
+        computed = WholeState(llm.save_state().llama_state, 0, len(ids))
         prompts.flush()
         assert prompts.stats.bytes_written == prompts.cache_size > 0
     llm.close()
@@ -66,7 +66,7 @@ def test_a_fresh_llama_finds_prompts(smollm2_file, tmp_path, types):
         assert found.n_tokens == 192
         llm.load_state(found)
         assert llm.save_state().llama_state == bytes(found.llama_state)
-        chunk = bytearray(computed.form.nbytes(192))
+        chunk = bytearray(computed.forms.nbytes(192))
         computed.write_chunk(chunk, 0, 192)
         assert chunk == found.llama_state
         llm.reset()

@@ -25,14 +25,15 @@ TYPES = [(1, 1, False), (8, 1, False), (1, 1, True), (8, 8, True), (2, 2, True),
 
 
 @pytest.mark.parametrize("types", TYPES)
-def test_a_fresh_process_finds_prompts(folder, model, types):
+@pytest.mark.parametrize("caches", [1, 2])  # of a model with windows, all of whose tokens are kept
+def test_a_fresh_process_finds_prompts(folder, model, types, caches):
     expected = Llama(model, *types).complete(PROMPT)
-    with fresh(folder, model, *types) as (llm, prompts):
+    with fresh(folder, model, *types, caches=caches) as (llm, prompts):
         assert PROMPT not in prompts and llm.complete(PROMPT) == expected and llm.num_computed == len(PROMPT) + 7
         computed = llm.save_state().llama_state
         prompts.flush()
         assert prompts.stats.bytes_written == prompts.cache_size > 0 and prompts.stats.num_hits == 0
-    with fresh(folder, model, *types) as (llm, prompts):
+    with fresh(folder, model, *types, caches=caches) as (llm, prompts):
         assert PROMPT in prompts
         found = prompts[PROMPT]
         assert found.n_tokens == restored() and found.input_ids[: found.n_tokens].tolist() == PROMPT[: found.n_tokens]
@@ -182,7 +183,7 @@ REFUSED = {
     "encoder": ({"model": "encoder"}, "not causal"),
     "not causal": ({"ctx": "not causal"}, "not causal"),
     "logits": ({"_logits_all": True}, "logits_all"),
-    "several caches": ({"more": b"\1\0\0\0"}, "several caches"),
+    "another memory": ({"more": b"\1\0\0\0"}, "the number of cells"),
 }
 
 

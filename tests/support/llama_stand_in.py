@@ -66,7 +66,8 @@ class Llama:
     lora_path: str | None = None
     lora_scale: float = 1.0
     metadata: dict = field(default_factory=lambda: {"general.architecture": "llama"})
-    more: bytes = b""  # of another cache, at the end of a state
+    caches: int = 1  # of each token, all the same
+    more: bytes = b""  # of something else, at the end of a state
     _logits_all: bool = False
     _seed: int = 3
     __hash__ = object.__hash__
@@ -141,8 +142,7 @@ def state_bytes(llm, positions=None, sequence=0, streams=1):
     """``llama_state_get_data``, with cells in the order of `positions`."""
     count = len(llm.rows)
     positions = list(range(count)) if positions is None else positions
-    parts = [struct.pack("<I", 5) + b"llama" + struct.pack("<I", streams)]
-    parts.append(struct.pack("<I", count))
+    parts = [struct.pack("<II", streams, count)]
     if count:
         parts += [struct.pack("<iIi", one, 1, sequence) for one in positions]
         parts.append(struct.pack("<II", not llm.flash_attn, llm.layers))
@@ -157,7 +157,7 @@ def state_bytes(llm, positions=None, sequence=0, streams=1):
                 parts.append(struct.pack("<iQ", kind, SIZES[kind]))
                 parts += rows
             at += SIZES[kind]
-    return b"".join(parts) + llm.more
+    return struct.pack("<I", 5) + b"llama" + llm.caches * b"".join(parts) + llm.more
 
 
 def rows_of(llm, data):
@@ -173,7 +173,7 @@ def rows_of(llm, data):
         found.append(block.reshape(count, size))
         at += count * size
     rows = [b"".join(part[i].tobytes() for part in found) for i in range(count)]
-    twin = Llama(llm.model_path, llm.type_k, llm.type_v, llm.flash_attn, llm.layers)
+    twin = Llama(llm.model_path, llm.type_k, llm.type_v, llm.flash_attn, llm.layers, caches=llm.caches)
     twin.rows = rows
     assert state_bytes(twin) == data
     return rows

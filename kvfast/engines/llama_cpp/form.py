@@ -92,7 +92,7 @@ class Reader:
     """Reads numbers and arrays from bytes, and never beyond their end."""
 
     def __init__(self, data):
-        self.data, self.at = memoryview(data).cast("B"), 0
+        self.data, self.at, self._begin = memoryview(data).cast("B"), 0, 0
 
     def take(self, size, what):
         if size > len(self.data) - self.at:
@@ -113,13 +113,28 @@ class Reader:
             raise CorruptFileError("a state of a context of llama.cpp must begin with the name of an architecture")
         return name.decode()
 
+    def head(self):
+        """What was read since the last cache, or the last head."""
+        self._begin, begin = self.at, self._begin
+        return bytes(self.data[begin : self.at])
+
+    def only_cache(self):
+        """The cache, which must be the only one, as `cache` returns it."""
+        found = self.cache()
+        if self.at != len(self.data):
+            raise IncompatibleSnapshotError(
+                f"{len(self.data) - self.at:,} bytes follow the KV cache: models with several caches, for "
+                "sliding windows or recurrent layers, are not known"
+            )
+        return found
+
     def cache(self):
-        """The cache, after a head that was read. CorruptFileError, or IncompatibleSnapshotError for another kind of state.
+        """A cache, after a head that was read. CorruptFileError, or IncompatibleSnapshotError for another kind of state.
 
         Returns its form; int32 of shape (num_cells, 3) with each cell's position, 1 and sequence; and views as those of `Form.new`,
         in the order of the cells.
         """
-        head = bytes(self.data[: self.at])
+        head = self.head()
         (streams,) = self.numbers("I", "the number of streams")
         if not 1 <= streams <= MOST_STREAMS:
             raise CorruptFileError(f"a state of llama.cpp must have 1 to {MOST_STREAMS} streams, got {streams}")
@@ -130,13 +145,9 @@ class Reader:
                 raise IncompatibleSnapshotError(f"the state of a sequence must have one stream, got {streams}")
             if cells:
                 found = self._stream(head, cells)
-        if self.at != len(self.data):
-            raise IncompatibleSnapshotError(
-                f"{len(self.data) - self.at:,} bytes follow the KV cache: models with several caches, for "
-                "sliding windows or recurrent layers, are not known"
-            )
         if found is None:
             raise CorruptFileError("the state of llama.cpp holds no tokens")
+        self._begin = self.at
         return found
 
     def _stream(self, head, count):

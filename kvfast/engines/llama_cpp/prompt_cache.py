@@ -6,14 +6,14 @@ import json
 import os
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvfast.engine import HEADER_BYTES, PromptKeeper, Workers, Writer, checked_token_ids, common_length, new_value
 from kvfast.engines.llama_cpp.prompt_settings import prompt_rate, refusal, seed_of, settings_of, weights_of
-from kvfast.engines.llama_cpp.prompt_states import JoinedState, WholeState, form_of
+from kvfast.engines.llama_cpp.prompt_states import JoinedState, WholeState, forms_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvfast.engine import Store
-    from kvfast.engines.llama_cpp.form import Form
+    from kvfast.engines.llama_cpp.prompt_states import Forms
 
 CHUNK_TOKENS = 64  # what follows the last chunk is computed, which takes a processor long
 
@@ -36,6 +36,8 @@ class FoundState:
     llama_state: bytearray
     llama_state_size: int
     seed: int
+    states: dict[int, bytes] = field(default_factory=dict)  # recurrent ones, by the number of tokens before
+    start: int = 0  # the first token that `llama_state` has
 
 
 class LlamaPromptCache(PromptKeeper):
@@ -46,7 +48,7 @@ class LlamaPromptCache(PromptKeeper):
     llama.cpp, of any type, with values transposed or not. Only chunks that the store does not have are written, in the background.
     What a store does not give, because it is slow, full, gone or damaged, is computed: a failure costs time and a warning.
 
-    States of recurrent models and of those with windows, and prompts with images, are refused with a warning, and computed.
+    Recurrent models, and prompts with images, are refused with a warning, and computed: llama-cpp-python does so itself.
 
     Parameters
     ----------
@@ -92,13 +94,20 @@ class LlamaPromptCache(PromptKeeper):
                 raise TypeError(f"llm must be a llama_cpp.Llama, got {type(llm).__name__}")
         super().__init__(store, max_bytes, near, chunk_tokens, secret, time_limit, 1)
         self._llm, self._saving = weakref.ref(llm), Writer(1)  # one after another, as each holds the chunks of those before
-        self._form: Form | None = None
+        self._forms: Forms | None = None
+        self._kept = np.empty(0, np.int64)  # the last tokens that were found or saved, for `num_kept`
         self._rate, self._is_refused = 0.0, False  # tokens per second that are computed
         # It reads all weights of the model. A prompt waits for it as long as for the store.
         settings, path = settings_of(llm), os.path.join(os.getcwd(), llm.model_path)
         self._settings = Workers(1, "kvfast-weights").submit(
             lambda: json.dumps([weights_of(path) if model is None else model, settings])
         )
+
+    def of(self, llm: Any) -> LlamaPromptCache:
+        """This cache for another context of the same model, with the same parameters. The first one is closed for all."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), _llm=weakref.ref(llm))
+        return other
 
     def __getitem__(self, key: Sequence[int]) -> FoundState:
         """The state of the longest beginning of a prompt that the store has, without its last token.
@@ -116,7 +125,7 @@ class LlamaPromptCache(PromptKeeper):
             except (MemoryError, OSError, ValueError) as error:
                 self.chunks.warn(f"prompts are computed, as they cannot be looked up: {error}")
         restored, seconds = (found.n_tokens - held if found else 0), time.perf_counter() - begin
-        self.stats.add(
+        self.chunks.count(
             num_prompts=1, num_hits=restored > 0, num_tokens=len(token_ids) - held, num_restored_tokens=restored, seconds=seconds
         )
         if found is None:
@@ -138,7 +147,16 @@ class LlamaPromptCache(PromptKeeper):
         if not np.array_equal(token_ids, llm.input_ids[: value.n_tokens]):
             self._refused("this cache is another Llama's, and each needs one of its own")
             return
-        self._saving.begin(lambda: self._save(token_ids, data), len(data), waits=False)  # or the store is slower than the model
+        states, start, before = getattr(value, "states", {}), getattr(value, "start", 0), self._kept
+        if states or not _has_states(llm):
+            self._kept = token_ids
+            # With `waits`, the model would be as slow as a slow store.
+            if self._saving.begin(lambda: self._save(token_ids, data, states, start), len(data), waits=False) is None:
+                self._kept = before
+
+    def num_kept(self, token_ids: NDArray[np.integer]) -> int:
+        """The tokens of full chunks that a state needs not have, as they were found in the store or saved before."""
+        return common_length(self._kept, token_ids) // self.chunk_tokens * self.chunk_tokens
 
     @property
     def cache_size(self) -> int:
@@ -194,12 +212,17 @@ class LlamaPromptCache(PromptKeeper):
         """The state of the longest beginning, or None if the store has no more than the first `held` tokens."""
         deadline, size = self.chunks.deadline(), self.chunk_tokens
         chain, count = self._there(token_ids, deadline)
+        if _has_states(llm):
+            llm.marks.add(count * size)  # another prompt parts from this one here, and so may the next
+            here = self.chunks.contains([chain.states(i + 1) for i in range(count)], deadline)
+            count = max((i + 1 for i, is_here in enumerate(here) if is_here), default=0)
         if count * size <= held or self._takes_longer(count, count * size - held):
             return None
-        state = self._fetched(chain, count, deadline)
+        state = self._fetched(chain, count, deadline, _has_states(llm))
         num_tokens = 0 if state is None else state.num_tokens
         if num_tokens <= held:
             return None
+        self._kept = token_ids[:num_tokens]
         input_ids = np.full(len(llm.input_ids), -1, np.intc)  # no token where there are none
         input_ids[:num_tokens] = token_ids[:num_tokens]
         scores = np.zeros((1, llm.scores.shape[1]), np.single)  # for all tokens, as nobody reads them
@@ -207,39 +230,53 @@ class LlamaPromptCache(PromptKeeper):
 
     def _takes_longer(self, count, num_tokens):
         """Whether chunks take longer to fetch than to compute, as far as is known."""
-        if self._form is None or not self._rate:
+        if self._forms is None or not self._rate:
             return False
-        return self.chunks.rate.takes_longer(count * self._form.nbytes(self.chunk_tokens), num_tokens / self._rate)
+        return self.chunks.rate.takes_longer(count * self._forms.nbytes(self.chunk_tokens), num_tokens / self._rate)
 
-    def _fetched(self, chain, count, deadline):
-        """The state of the first chunks: of as many as come. None if the first one does not come."""
-        size, keys = self.chunk_tokens, chain.chunks(count)
-        form = self._form or self.chunks.values(keys[:1], deadline, form_of)[0]
-        if form is None:
+    def _fetched(self, chain, count, deadline, has_states):
+        """The state of the first chunks: of as many as come, or with recurrent states of all. None if none can be had."""
+        size, keys, used = self.chunk_tokens, chain.chunks(count), [chain.states(count)] if has_states else []
+        forms = self._forms or self.chunks.values(keys[:1], deadline, forms_of)[0]
+        (states,) = self.chunks.values(used, deadline, bytes) or (b"",)
+        if forms is None or states is None:
             return None
-        self._form, state, nbytes = form, JoinedState(form, count * size), form.nbytes(size)
-        good = self.chunks.fetch([(key, nbytes) for key in keys], deadline, lambda i, payload: state.take_chunk(payload, i * size))
-        return state.first(good * size) if good else None
+        self._forms, state, nbytes = forms, JoinedState(forms, count * size, states), forms.nbytes(size)
+        chunks = [(key, nbytes) for key in keys]
+        good = self.chunks.fetch(chunks, deadline, lambda i, payload: state.take_chunk(payload, i * size), used=used)
+        return state.first(good * size) if good and (good == count or not has_states) else None
 
-    def _save(self, token_ids, data):
-        """Store the chunks that are not there, in the background."""
+    def _save(self, token_ids, data, states, start):
+        """Store the chunks that are not there, in the background. The data begin with the token `start`."""
         size, count = self.chunk_tokens, len(token_ids) // self.chunk_tokens
         try:
-            state = WholeState(data, len(token_ids))
-            self._form, nbytes = state.form, state.form.nbytes(size)
+            state = WholeState(data, start, len(token_ids), max(map(len, states.values()), default=0))
+            self._forms, nbytes = state.forms, state.forms.nbytes(size)
             if self.max_bytes is not None:
                 count = min(count, self.max_bytes // (HEADER_BYTES + nbytes))
-            keys = self.chunks.chain(self._settings.result(), token_ids[: count * size], size).chunks(count)
+            chain = self.chunks.chain(self._settings.result(), token_ids[: count * size], size)
+            states = {n // size: one for n, one in states.items() if n % size == 0 and n <= count * size}
             self.chunks.flush()  # the chunks of the answer before, which this state holds too
-            calls = []
+            keys = [*chain.chunks(count), *(chain.states(node) for node in states)]
+            ends, calls = [*range(1, count + 1), *states], []
             for i, is_here in enumerate(self.chunks.contains(keys, self.chunks.deadline())):
-                if is_here or self.chunks.is_paused:
+                if i * size < start and not is_here:
+                    self._kept = self._kept[:0]  # the store has lost it; the next state is a whole one
+                if is_here or self.chunks.is_paused or i * size < start:
                     continue
-                value, payload = new_value(nbytes)
-                state.write_chunk(payload, i * size, (i + 1) * size)
-                calls.append(self.chunks.put(keys[i], value, (i + 1) * size))
+                value, payload = new_value(nbytes if i < count else len(states[ends[i]]))
+                if i < count:
+                    state.write_chunk(payload, i * size, (i + 1) * size)
+                else:
+                    payload[:] = states[ends[i]]
+                calls.append(self.chunks.put(keys[i], value, ends[i] * size))
             self.chunks.after(calls, keys[::-1])  # in this order the first chunks, which the others need, are removed last
         except ValueError as error:
             self._refused(str(error))
         except (MemoryError, OSError) as error:
             self.chunks.warn(f"prompts are not saved: {error}")
+
+
+def _has_states(llm):
+    """Whether a Llama has recurrent states, and those after some of its tokens; see `refusal`."""
+    return getattr(llm, "has_states", False)

@@ -61,12 +61,12 @@ def weights_of(path):
 def refusal(llm):
     """Why no prompt of this model can be kept, or None."""
     package = _package(llm)
-    if package.llama_model_is_recurrent(llm.model) or package.llama_model_is_hybrid(llm.model):
-        return "the model is recurrent: its state is not one of tokens"
+    if (package.llama_model_is_recurrent(llm.model) or package.llama_model_is_hybrid(llm.model)) and not hasattr(llm, "checkpoints"):
+        return "the model is recurrent: llama-cpp-python computes all of a prompt again, but `python -m kvfast serve` does not"
     if package.llama_model_has_encoder(llm.model) or not _is_causal(llm, package):
         return "the model is not causal: keys depend on the tokens that follow"
-    if llm.__getstate__()["logits_all"]:
-        return "logits_all=True, or a draft model, keeps the logits of all tokens, which a store does not have"
+    if llm.__getstate__()["logits_all"] and getattr(llm, "draft_model", None) is None:
+        return "logits_all=True keeps the logits of all tokens, which a store does not have"
     if llm.chat_handler is not None and not inspect.isfunction(llm.chat_handler):
         return "the chat_handler may have images, which token ids do not tell apart"
     return None

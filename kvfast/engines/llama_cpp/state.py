@@ -121,7 +121,7 @@ def read_state(source):
             source = file.read()
     reader = Reader(source)
     token_ids = _token_ids(reader)
-    form, cells, parts = reader.cache()
+    form, cells, parts = reader.only_cache()
     count = len(cells)
     order = np.argsort(cells[:, 0], kind="stable")
     if not np.array_equal(cells[order, 0], np.arange(count)):

@@ -1,5 +1,6 @@
 """`python -m kvfast serve` in processes of its own, with SmolLM2: runs where the extra is installed. What is refused needs no model."""
 
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -136,6 +137,48 @@ def test_a_client_that_leaves_ends_its_computation(port, stream, question, count
 
 
 @pytest.mark.model
+def test_conversations_at_once_keep_their_contexts(smollm2_file):
+    """Each finds its beginning in memory, and has the tokens of one that is alone."""
+
+    def talk(first):
+        messages = [{"role": "user", "content": first}]
+        for question in ("And then?", "Why?", None):
+            found = text(server.port, None, messages=messages, max_tokens=40)
+            messages += [{"role": "assistant", "content": found}, {"role": "user", "content": question}]
+        return messages
+
+    told = []
+    for how in (map, concurrent.futures.ThreadPoolExecutor().map):
+        with serving(smollm2_file, "--store", "none", "--parallel", 2) as server:
+            told.append(list(how(talk, (STORY, SEA))))
+            found = figures(server.port)
+        held, computed = (found[f'prompt_tokens_total{{source="{one}"}}'] for one in ("memory", "computed"))
+        assert held > 2 * computed
+    assert told[0] == told[1]
+
+
+@pytest.mark.model
+def test_too_many_requests_are_told_to_come_again(smollm2_file):
+    with serving(smollm2_file, "--store", "none", "--max-waiting", 1) as server:
+        stream = events(server.port, STORY, max_tokens=900)
+        next(stream)
+        with contextlib.closing(posted(server.port, SEA, max_tokens=1)):
+            time.sleep(0.2)
+            for options in ({}, {"stream": True}):
+                with contextlib.closing(posted(server.port, SEA, max_tokens=1, **options)) as connection:
+                    response = connection.getresponse()
+                    assert response.status == 503 and int(response.headers["Retry-After"]) >= 1
+                    assert json.load(response)["error"]["message"] == "too many requests wait for an answer"
+            assert figures(server.port)["waiting_requests"] == 1 and get(server.port, "/v1/models")[0] == 200
+        time.sleep(2)  # within which a client that waited and left is missed
+        assert figures(server.port)["waiting_requests"] == 0
+        waiting = posted(server.port, SEA, max_tokens=1)
+        stream.close()
+        assert waiting.getresponse().status == 200
+        waiting.close()
+
+
+@pytest.mark.model
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -208,6 +251,22 @@ def test_a_conversation_with_a_name_goes_on(smollm2_file, tmp_path, monkeypatch)
     assert code == 1 and "--name must be letters" in err
 
 
+@pytest.mark.model
+def test_a_conversation_with_a_server(smollm2_file, tmp_path):
+    pytest.importorskip("rich")
+    (tmp_path / "key").write_text("hunter2\n")
+    talk = ["--temperature", "0", "--max-tokens", "8"]
+    with serving(smollm2_file, "--store", "none", "--api-key-file", tmp_path / "key") as server:
+        address = f"http://{HOST}:{server.port}/v1"
+        code, out, _ = run("chat", address, *talk, "--api-key-file", tmp_path / "key", input=f"{STORY}\n{SEA}\n")
+        assert code == 0 and out.count("first token after") == 2
+        assert figures(server.port)["answers_total"] == 2
+        messages = [{"role": "user", "content": STORY}]
+        assert text(server.port, None, key="hunter2", messages=messages, max_tokens=8)[:20] in out
+        assert "Invalid API key" in run("chat", address, *talk, input="hi\n")[1]
+    assert "no answer from" in run("chat", address, *talk, input="hi\n")[1]
+
+
 @pytest.fixture
 def packages(monkeypatch):
     """As if the packages of the extra were there."""
@@ -247,12 +306,32 @@ def test_a_model_of_hugging_face_is_one_of_vllm(tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr("os.execve", lambda *args: found.append(args))
     monkeypatch.setattr("kvfast.tools.cli.serve.find_spec", lambda name: name)
-    options = ["--context", 2048, "--cache-type", "q4_0", "--host", "0.0.0.0", "--port", 81, "--store", "memory://prompts"]
+    options = [
+        "--context",
+        2048,
+        "--parallel",
+        3,
+        "--cache-type",
+        "q4_0",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        81,
+        "--store",
+        "memory://prompts",
+    ]
     code, out, _ = run_here("serve", "owner/name", *options, "--api-key-file", tmp_path / "key")
     ((path, command, environment),) = found
     assert code == 0 and out == shlex.join(command) + "\n" and path == command[0] == sys.executable
     named = " ".join(command)
-    for part in ("--model owner/name", "--max-model-len 2048", "--kv-cache-dtype int4_per_token_head", "--host 0.0.0.0", "--port 81"):
+    for part in (
+        "--model owner/name",
+        "--max-model-len 2048",
+        "--max-num-seqs 3",
+        "--kv-cache-dtype int4_per_token_head",
+        "--host 0.0.0.0",
+        "--port 81",
+    ):
         assert part in named
     assert '"kv_connector_extra_config": {"url": "memory://prompts"}' in named and "--disable-chunked-mm-input" in command
     assert environment["VLLM_API_KEY"] == "hunter2" and "hunter2" not in out

@@ -5,5 +5,5 @@
 - ggml: rows of ggml's types
 - state, form: states of a sequence, and which of their bytes belong to which token
 - prompt_cache, prompt_settings, prompt_states: `LlamaPromptCache`, what its keys cover, states in chunks
-- serving, serving_figures: the app that `python -m kvfast serve` runs, and its figures for Prometheus
+- served_llama, serving, serving_figures: contexts over one model, the app that `python -m kvfast serve` runs, figures for Prometheus
 """

@@ -6,77 +6,17 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
-from concurrent.futures import TimeoutError as Late
-from contextvars import ContextVar
+import math
 
-import llama_cpp
-import numpy as np
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+import anyio
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 from llama_cpp.server import app as server
 from llama_cpp.server.settings import ServerSettings
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvfast.engines.llama_cpp.serving_figures import Answer, Figures
-
-# Tokens of a prompt that take long enough to compute that it is stored before its answer has ended.
-MANY_TOKENS = 256
-_caller: ContextVar[tuple[Request, asyncio.AbstractEventLoop, Answer] | None] = ContextVar("caller", default=None)
-
-
-class _ClientHasLeft(Exception):
-    """Nobody waits for the answer."""
-
-
-class ServedLlama(llama_cpp.Llama):
-    """A ``Llama`` that stops when its client leaves, and that stores a long prompt before the answer, which a killed process does not
-    end. `last` is the answer that began last, and `count` is called with each that has ended."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        # One row, as nobody reads logits here: a state that is saved or loaded copies all rows.
-        self.scores, self._num_computed = np.zeros((1, self.n_vocab()), np.single), 0
-        self.last, self.count, self._num_restored = Answer(), lambda answer: None, 0
-
-    def eval(self, tokens):
-        for at in range(0, len(tokens), self.n_batch):
-            if _client_has_left():
-                raise _ClientHasLeft
-            batch = tokens[at : at + self.n_batch]
-            super().eval(batch)
-            self._num_computed += len(batch)
-
-    def generate(self, tokens, *args, **options):
-        if options.get("grammar") is not None:
-            self._check_grammar(options["grammar"])
-        self._num_computed, answer = 0, _caller.get()[-1] if _caller.get() else Answer()
-        try:
-            for token in super().generate(tokens, *args, **options):
-                if not answer.num_tokens:
-                    self._begin(answer, len(tokens))
-                answer.num_tokens, answer.end = answer.num_tokens + 1, time.perf_counter()
-                yield token
-                if answer.num_tokens == 1 and self.cache and self._num_computed >= MANY_TOKENS:
-                    self.cache[self.input_ids[: self.n_tokens]] = self.save_state()
-        except _ClientHasLeft:  # the answer ends here, and is stored as any other
-            return
-        finally:
-            if answer.num_tokens:
-                self.count(answer)
-
-    def _begin(self, answer, num_tokens):
-        restored = self.cache.stats.num_restored_tokens if self.cache else 0
-        reused, stored, self._num_restored = num_tokens - self._num_computed, restored - self._num_restored, restored
-        answer.num_prompt_tokens, answer.num_reused_tokens, answer.num_stored_tokens = num_tokens, reused, min(stored, reused)
-        answer.first, self.last = time.perf_counter(), answer
-
-    def _check_grammar(self, grammar):
-        """Refuse a text that is not a grammar, which ends the process where it is used."""
-        text, root = (vars(grammar)[name].encode() for name in ("_grammar", "_root"))
-        sampler = llama_cpp.llama_sampler_init_grammar(self._model.vocab, text, root)
-        if not sampler:
-            raise ValueError("the grammar, or that of the JSON schema, cannot be read")
-        llama_cpp.llama_sampler_free(sampler)
+from kvfast.engines.llama_cpp.served_llama import Caller, ServedLlama, caller
+from kvfast.engines.llama_cpp.serving_figures import Figures
 
 
 class _OneModel(dict):
@@ -86,8 +26,9 @@ class _OneModel(dict):
         return next(iter(self.values()))
 
 
-def make_app(name: str, llm: ServedLlama, api_key: str | None = None) -> FastAPI:
-    """The application of a server. A request waits for those before it. The cache of prompts is closed with the server."""
+def make_app(name: str, llm: ServedLlama, api_key: str | None = None, max_waiting: int = 64) -> _Bounded:
+    """The application of a server. A request waits for those before it until a context is free; beyond `max_waiting` that wait, it is
+    told to come again. The cache of prompts is closed with the server."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_):
@@ -95,18 +36,23 @@ def make_app(name: str, llm: ServedLlama, api_key: str | None = None) -> FastAPI
         if llm.cache:
             llm.cache.close()
 
-    lock, models, llm.model_path = asyncio.Lock(), _OneModel({name: llm}), name  # which answers name
+    turns, models = asyncio.Semaphore(len(llm.contexts)), _OneModel({name: llm})
     figures = Figures(llm.cache.stats if llm.cache else None)
-    llm.count = figures.count
+    for one in llm.contexts:
+        one.model_path = name  # which answers name
 
     async def in_turn():
+        now = caller.get()
         with figures.waiting.track_inprogress():
-            await lock.acquire()
+            await _unless_left(now.request, turns.acquire)
         try:
             with figures.failed.count_exceptions():
                 yield models
         finally:
-            lock.release()
+            llm.give_back(now)
+            turns.release()
+            if now.answer.num_tokens:
+                figures.count(now.answer)
 
     # With a prefix, as settings come from the environment, too, where HOST or API_KEY may be those of another program.
     server.set_server_settings(ServerSettings(_env_prefix="kvfast_llama_cpp_", api_key=api_key, interrupt_requests=False))
@@ -118,7 +64,28 @@ def make_app(name: str, llm: ServedLlama, api_key: str | None = None) -> FastAPI
     app.dependency_overrides[_get_models] = lambda: models  # the list of models waits for no answer
     app.add_api_route("/health", lambda: {"status": "ok"})
     app.add_api_route("/metrics", lambda: Response(generate_latest(figures.registry), media_type=CONTENT_TYPE_LATEST))
-    return app
+    return _Bounded(app, len(llm.contexts) + max_waiting, figures)
+
+
+class _Bounded:
+    """An application that takes at most `most` requests for answers at a time."""
+
+    def __init__(self, app, most, figures):
+        self._app, self._most, self._figures, self._count = app, most, figures, 0
+
+    async def __call__(self, scope, receive, send):
+        if scope.get("method") != "POST":
+            await self._app(scope, receive, send)
+        elif self._count >= self._most:
+            error = {"message": "too many requests wait for an answer", "type": "overloaded_error", "param": None, "code": None}
+            headers = {"Retry-After": str(math.ceil(self._figures.last_wait))}
+            await JSONResponse({"error": error}, 503, headers)(scope, receive, send)
+        else:
+            self._count += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._count -= 1
 
 
 def tell(text, kind):
@@ -140,17 +107,20 @@ async def _publish(inner_send_chan, body, **options):
 
 
 async def _remember(request: Request):
-    _caller.set((request, asyncio.get_running_loop(), Answer()))
+    caller.set(Caller(request, asyncio.get_running_loop()))
 
 
-def _client_has_left():
-    """Whether the client of the request that is computed has gone. The server itself asks only between the pieces of a stream."""
-    if _caller.get() is None:
-        return False
-    request, loop, _ = _caller.get()
-    if loop.is_closed():
-        return True
-    try:
-        return asyncio.run_coroutine_threadsafe(request.is_disconnected(), loop).result(1.0)
-    except Late:  # the server is busy, or has ended
-        return loop.is_closed()
+async def _unless_left(request, wait):
+    """Wait, until the client has gone."""
+    async with anyio.create_task_group() as group:
+
+        async def watch():
+            while not await request.is_disconnected():
+                await anyio.sleep(1)
+            group.cancel_scope.cancel()
+
+        group.start_soon(watch)
+        await wait()
+        group.cancel_scope.cancel()
+        return
+    raise HTTPException(400, "the client has left")

@@ -28,8 +28,8 @@ class Figures:
     """Counts of a server, in a `registry` of their own."""
 
     def __init__(self, stats):
-        self.registry = CollectorRegistry()
-        self.waiting = self._new(Gauge, "waiting_requests", "requests that wait for the model")
+        self.registry, self.last_wait = CollectorRegistry(), 1.0  # seconds
+        self.waiting = self._new(Gauge, "waiting_requests", "requests that wait for a context")
         self.failed = self._new(Counter, "failed_requests", "requests that ended with an error")
         self._tokens = self._new(Counter, "prompt_tokens", "tokens of prompts, by where they came from", ["source"])
         self._answers = self._new(Counter, "answers", "answers that began")
@@ -45,6 +45,7 @@ class Figures:
         computed, waited = answer.num_prompt_tokens - answer.num_reused_tokens, answer.first - answer.begin
         for source, count in (("memory", in_memory), ("store", answer.num_stored_tokens), ("computed", computed)):
             self._tokens.labels(source).inc(count)
+        self.last_wait = waited
         self._answers.inc()
         self._answer_tokens.inc(answer.num_tokens)
         self._first.observe(waited)

@@ -209,6 +209,8 @@ def _add_serve(commands):
     add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, for this machine alone)")
     add("--port", type=_natural, default=8000, help="port to listen at; 0 takes a free one (default: 8000)")
     add("--api-key-file", metavar="FILE", help="a file with the key that clients must have")
+    add("--parallel", type=_positive, metavar="N", help="answers at once, each in a context of its own (default: 1; of vLLM: its own)")
+    add("--max-waiting", type=_natural, default=64, metavar="N", help="most requests that wait for those (default: 64)")
     parser.set_defaults(run=_later("serve", "run_serve"))
 
 
@@ -219,7 +221,8 @@ def _add_chat(commands):
         description="Talk with a model. A conversation that has a name goes on at the next start, without computing its past.",
     )
     add = parser.add_argument
-    _add_served_model(parser, "a GGUF file")
+    _add_served_model(parser, "a GGUF file, or the address of a server")
+    add("--api-key-file", metavar="FILE", help="a file with the key of the server")
     add("--name", help="keep the conversation under this name, and go on with it")
     add("--system", metavar="TEXT", help="how the model shall answer, at the beginning of a conversation")
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest tokens (default: 0.7)")

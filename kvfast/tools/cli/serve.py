@@ -34,7 +34,7 @@ def run_serve(args):
         return
     path, context = checked_model(args)
     with contextlib.closing(_listening(args.host, args.port)) as listening:
-        llm = load_model(args, path, context, checked_store(args))
+        llm = load_model(args, path, context, checked_store(args), args.parallel or 1)
         _serve(args, path, llm, key, listening)
 
 
@@ -44,11 +44,12 @@ def _serve(args, path, llm, key, listening):
     from kvfast.engines.llama_cpp.serving import make_app
 
     print(
-        f"serving {path.stem} at http://{args.host}:{listening.getsockname()[1]}/v1, {llm.n_ctx():,} tokens of {args.cache_type}, "
+        f"serving {path.stem} at http://{args.host}:{listening.getsockname()[1]}/v1, {len(llm.contexts)} x "
+        f"{llm.n_ctx():,} tokens of {args.cache_type}, "
         f"prompts in {llm.cache.store.url if llm.cache else 'no store'}",
         flush=True,
     )
-    config = uvicorn.Config(make_app(path.stem, llm, key), timeout_graceful_shutdown=2)
+    config = uvicorn.Config(make_app(path.stem, llm, key, args.max_waiting), timeout_graceful_shutdown=2)
     uvicorn.Server(config).run(sockets=[listening])
 
 
@@ -60,10 +61,11 @@ def checked_model(args):
     return path, _checked_context(path, args)
 
 
-def load_model(args, path, context, store):
-    """A model with kvfast's attention, and its prompts in a store if there is one."""
+def load_model(args, path, context, store, parallel=1):
+    """A model with kvfast's attention and some contexts, and its prompts in a store if there is one."""
     _load_backend()
-    from kvfast.engines.llama_cpp.serving import ServedLlama, tell
+    from kvfast.engines.llama_cpp.served_llama import ServedLlama
+    from kvfast.engines.llama_cpp.serving import tell
     from kvfast.llama_cpp import LlamaPromptCache
 
     if args.threads:
@@ -71,13 +73,14 @@ def load_model(args, path, context, store):
     kind, threads = CACHE_TYPES[args.cache_type][0], kvfast.config()["num_threads"]
     options = {"n_ctx": context, "n_threads": threads, "n_threads_batch": threads, "n_batch": BATCH, "verbose": args.verbose}
     try:
-        llm = ServedLlama(str(path), flash_attn=True, type_k=kind, type_v=kind, **options)
+        llm = ServedLlama(str(path), parallel=parallel, flash_attn=True, type_k=kind, type_v=kind, **options)
     except ValueError as error:
-        raise ValueError(f"{error}; --verbose shows why, and --cache-type f16 or a smaller --context may help") from None
+        raise ValueError(f"{error}; --verbose shows why, and --cache-type f16 or less --context or --parallel may help") from None
     if store:
         prompts = LlamaPromptCache(store[0], llm, store[1], secret=os.environ.get("KVFAST_PROMPT_SECRET", "").encode())
         prompts.store.tell = tell
-        llm.set_cache(prompts)
+        for one in llm.contexts:
+            one.set_cache(prompts.of(one))
     return llm
 
 
@@ -164,6 +167,8 @@ def _run_vllm(args, key):
         raise ValueError("--threads is for GGUF files: VLLM_CPU_OMP_THREADS_BIND in the environment chooses the processors of vLLM")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--disable-chunked-mm-input"]
     command += ["--kv-cache-dtype", CACHE_TYPES[args.cache_type][2], "--host", args.host, "--port", str(args.port)]
+    if args.parallel:
+        command += ["--max-num-seqs", str(args.parallel)]
     if args.context:
         command += ["--max-model-len", str(args.context)]
     if store := checked_store(args):

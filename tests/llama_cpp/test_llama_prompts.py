@@ -10,12 +10,13 @@ import weakref
 import llama_stand_in
 import pytest
 from llama_prompts import CHUNK, PROMPT, fresh, ids, restored
-from llama_stand_in import Llama, common, state_bytes
+from llama_stand_in import Llama, Served, common, state_bytes
 from prompt_tokens import only_warnings
 
 from kvfast.engines.llama_cpp import prompt_cache
 from kvfast.engines.llama_cpp.prompt_settings import weights_of
 from kvfast.llama_cpp import LlamaPromptCache
+from kvfast.prompts.stores import FolderStore
 from kvfast.tools import cli
 
 pytest.importorskip("safetensors")
@@ -69,6 +70,46 @@ def test_what_is_there_is_not_stored_again(folder, model):
                 prompts[prompt]
     with fresh(folder, model) as (_, prompts):
         assert prompts[[*longer[: 2 * CHUNK], *([5] * CHUNK)]].n_tokens == 2 * CHUNK
+
+
+@pytest.mark.parametrize("types", [(1, 1, False), (8, 8, True)])
+def test_recurrent_states_after_chunks(folder, model, types):
+    """Those of the prompt's last chunk are found, and where two prompts part the third finds some."""
+    options = {"kind": Served, "model": "hybrid", "has_states": True}
+    prompts_of = [ids(100) + ids(60, seed) for seed in (1, 2, 3, 3)]
+    for prompt, found in zip(prompts_of, (0, 0, 6 * CHUNK, 9 * CHUNK)):
+        with fresh(folder, model, *types, **options) as (llm, prompts):
+            assert llm.complete(prompt) == Llama(model, *types).complete(prompt)
+            assert prompts.stats.num_restored_tokens == found
+    states = [entry.key for entry in FolderStore(folder).entries() if entry.key.startswith("s-")]
+    assert len(states) == 4
+    FolderStore(folder).delete(states)
+    with fresh(folder, model, *types, **options) as (llm, prompts):
+        assert llm.complete(prompt) == Llama(model, *types).complete(prompt) and prompts.stats.num_restored_tokens == 0
+
+
+def test_a_state_begins_where_the_store_ends(folder, model):
+    with fresh(folder, model, kind=Served) as (llm, prompts):
+        prompt = PROMPT
+        for turn in range(4):
+            if turn == 2:
+                prompts.flush()
+                prompts.store.delete([entry.key for entry in prompts.store.entries()][:1])
+            prompt = prompt + llm.complete(prompt) + ids(30, turn)
+            prompts.flush()
+            assert (llm.num_saved == llm.n_tokens) == (turn in (0, 3))  # the whole one again, as a chunk was missed
+    with fresh(folder, model) as (llm, prompts):
+        assert llm.complete(prompt) == Llama(model).complete(prompt)
+        assert prompts.stats.num_restored_tokens >= (len(prompt) - 40) // CHUNK * CHUNK
+
+
+def test_contexts_share_a_store(folder, model):
+    with fresh(folder, model) as (llm, prompts):
+        other = Llama(model)
+        other.set_cache(prompts.of(other))
+        expected = llm.complete(PROMPT)
+        prompts.flush()
+        assert other.complete(PROMPT) == expected and prompts.stats.num_restored_tokens == restored()
 
 
 def test_the_command_line_lists_them(folder, model, capsys):

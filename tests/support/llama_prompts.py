@@ -18,9 +18,9 @@ PROMPT = ids(150)
 
 
 @contextlib.contextmanager
-def fresh(store, path, *types, cache=None, **options):
+def fresh(store, path, *types, cache=None, kind=Llama, **options):
     """A Llama as another process would have it, with a cache."""
-    llm = Llama(path, *types, **options)
+    llm = kind(path, *types, **options)
     with LlamaPromptCache(store, llm, **{"chunk_tokens": CHUNK} | (cache or {})) as prompts:
         llm.set_cache(prompts)
         yield llm, prompts

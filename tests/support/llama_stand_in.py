@@ -134,14 +134,60 @@ class Llama:
         self.n_tokens += 1
 
 
+@dataclass
+class Served(Llama):
+    """What kvfast adds in `ServedLlama`: states of the tokens that the cache has not kept; those of a recurrent model, which are digests of
+    all rows, after some chunks."""
+
+    has_states: bool = False
+    chunk: int = 16
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.checkpoints, self.marks = {}, set()
+        self.num_saved = 0  # tokens of the state that was saved last
+
+    def complete(self, prompt, count=8):
+        if self.has_states and self.input_ids[: self.n_tokens].tolist() != prompt[: self.n_tokens]:
+            self.n_tokens, self.rows, self.checkpoints = 0, [], {}
+        self.marks = {(len(prompt) - 1) // self.chunk * self.chunk}
+        return super().complete(prompt, count)
+
+    def evaluate(self, token):
+        super().evaluate(token)
+        if self.has_states and self.n_tokens in self.marks:
+            self.checkpoints[self.n_tokens] = states_of(self.rows)
+
+    def save_state(self):
+        state, start = (
+            super().save_state(),
+            0 if self.has_states or not self.cache else self.cache.num_kept(self.input_ids[: self.n_tokens]),
+        )
+        state.states, state.start, self.num_saved = dict(self.checkpoints), start, self.n_tokens - start
+        state.llama_state = state_bytes(self, range(start, self.n_tokens)) + (states_of(self.rows) if self.has_states else b"")
+        return state
+
+    def load_state(self, state):
+        if self.has_states:
+            size = len(states_of([]))
+            state.llama_state, states = state.llama_state[:-size], bytes(state.llama_state[-size:])
+            state.llama_state_size -= size
+        super().load_state(state)
+        assert not self.has_states or states == states_of(self.rows)
+
+
+def states_of(rows):
+    return hashlib.shake_128(b"".join(rows)).digest(100)
+
+
 def common(a, b):
     return next((i for i, (one, other) in enumerate(zip(a, b)) if one != other), min(len(a), len(b)))
 
 
 def state_bytes(llm, positions=None, sequence=0, streams=1):
     """``llama_state_get_data``, with cells in the order of `positions`."""
-    count = len(llm.rows)
-    positions = list(range(count)) if positions is None else positions
+    positions = list(range(len(llm.rows))) if positions is None else positions
+    count = len(positions)
     parts = [struct.pack("<II", streams, count)]
     if count:
         parts += [struct.pack("<iIi", one, 1, sequence) for one in positions]

@@ -236,7 +236,7 @@ class Pool(StorageProperties):
         the bits of a `Sequence` whenever it goes on. Nobody says that it has ended, so its float rows stay until its blocks are
         written from their first token again: at worst, where all texts are short, those of every token of the pool.
         `max_num_seqs` bounds them: of sequences beyond that number, those left out for longest keep codes alone, and lose the
-        tokens that have none yet. A sequence that starts with known blocks reads what computing them would at the end of a prompt
+        tokens whose codes do not exist yet. A sequence that starts with known blocks reads what computing them would at the end of a prompt
         and after the last full block of a text, if this is among the newest such places: one for 64 blocks, and at least 16.
         Elsewhere it reads codes.
         """

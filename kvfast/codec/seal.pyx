@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Seals full blocks: encodes them as a whole, from the float rows of their tokens."""
-from libc.stdint cimport int16_t, int32_t, uint8_t
+from libc.stdint cimport int32_t, uint8_t
 from libc.stdlib cimport abs, free, malloc
 
 from kvfast.codec.blocks cimport float_row_at, k_block_at, kv_layout, side_of, v_block_at

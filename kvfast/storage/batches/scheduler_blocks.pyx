@@ -10,10 +10,11 @@ Nobody says which sequence a row of a table is, nor that one has ended. A sequen
 it: the row that has this block at the same place goes on with it. Until then it holds the float rows that its next queries read,
 however long it rests and whoever shares its blocks and runs ahead. One that has ended holds them until its blocks begin anew. Whoever
 cannot spare that memory bounds the number of sequences: those that were not seen for longest are closed, so that their tokens keep
-codes alone, and are lost where a block that is not full has none. Other groups of layers may have got its memory since.
+codes alone, and are lost where a block is not full and so not sealed. Other groups of layers may have got its memory since.
 
 Schedulers find known beginnings of texts at ends of blocks. So a sequence also holds what queries after its last full block read, and
-the ends of prompts and of closed texts are held apart, as far as memory is there. Whoever is given the same text reads there what computing would.
+the ends of prompts and of closed texts are held apart, as far as memory is there. Whoever is given the same text reads there what
+computing would.
 
 Layers may differ in the number of tokens that they keep as floats, and in where these begin. So who holds which blocks, and what
 state a block is in, is kept for each such rule by itself. A block loses its float rows once it has codes alone for all of them.
@@ -299,7 +300,7 @@ cdef class SchedulerBlocks:
         return going_on
 
     cdef int _forget_behind(self, int rule, set anew) except -1:
-        """Let no sequence hold blocks that begin anew, and the blocks after them, whose tokens it has lost. What it has left is an end."""
+        """Let no sequence hold blocks that begin anew, and the blocks after them, whose tokens it has lost. What is left is an end."""
         cdef list blocks
         cdef dict held
         for held in (self.held[rule], self.ends[rule]) if anew else ():

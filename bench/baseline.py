@@ -103,7 +103,7 @@ class Baseline:
         """Let the results be what is expected of a tier."""
         cases = self.tiers[tier] = {}
         for result in results:
-            cases.setdefault(str(result.case), {})[str(result.num_threads)] = round(result.fraction, 3)
+            cases.setdefault(str(result.case), {})[str(result.num_threads)] = float(f"{result.fraction:.3g}")
 
     def expected(self, tier):
         """What is expected of a tier.

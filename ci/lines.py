@@ -30,7 +30,7 @@ MOST = {
     "kvfast/storage": 6_195,
     "kvfast/tools": 5_210,
     "tests": 44_515,
-    "docs": 3_507,
+    "docs": 3_509,
 }
 MOST_OF_A_GUIDE = 100
 

@@ -123,6 +123,8 @@ def test_a_connection_that_is_slow_or_breaks(server, manner):
             assert restored(prompts) < 400
             assert time.monotonic() - begin < 10
             prompts.save(WHOLE, [*TOKENS[:300], *range(100)])
+            while not caught and time.monotonic() - begin < 20:  # the thread that asks the store tells it
+                time.sleep(0.05)
         assert caught
         proxy.manner = "plain"
         time.sleep(0.1)

@@ -37,9 +37,10 @@ def vllm_format(name, window, has_tail=None):
     form = VLLM_FORMATS[name]
     if has_tail and name == "int8_per_token_head":
         form = KVFormat.of("int8")
-    if floats_of(form) is None or window is None and has_tail is not False:
+    if window is None and has_tail is not False:
         return form
-    return codes_alone(form) if codes_alone(form) != form else rotated(form.k_dtype)
+    codes = codes_alone(form)
+    return codes if floats_of(codes) is None else rotated(codes.k_dtype)
 
 
 class BlocksOfVLLM:

@@ -35,7 +35,7 @@ def caches():
     return {"full": full, "ring": ring, "latent": latent}
 
 
-def texts(cache, layer):
+def outputs(cache, layer):
     """What queries read."""
     width = cache.latent_dim + cache.rope_dim if hasattr(cache, "latent_dim") else 16
     return cache.attend(layer, rows(5, 1, 2, width))
@@ -47,14 +47,14 @@ def test_a_file_of_a_version_is_read(path):
     expected, cache = caches()[kind], kvfast.load(path)
     assert len(cache) == TOKENS and repr(cache.dtype) == repr(expected.dtype), version
     for layer in range(expected.num_layers):
-        np.testing.assert_allclose(texts(cache, layer), texts(expected, layer), atol=1e-6)
+        np.testing.assert_allclose(outputs(cache, layer), outputs(expected, layer), atol=1e-6)
     more = rows(9, 30, 48) if kind == "latent" else rows(9, 30, 1, 16)
     for one in (cache, expected):  # and goes on
         for layer in range(expected.num_layers):
             one.append(layer, *[more] * (1 if kind == "latent" else 2))
         one.advance(30)
     for layer in range(expected.num_layers):
-        np.testing.assert_allclose(texts(cache, layer), texts(expected, layer), atol=1e-6)
+        np.testing.assert_allclose(outputs(cache, layer), outputs(expected, layer), atol=1e-6)
 
 
 if __name__ == "__main__":

@@ -333,7 +333,7 @@ def test_a_model_of_hugging_face_is_one_of_vllm(tmp_path, monkeypatch):
         "--port 81",
     ):
         assert part in named
-    assert '"kv_connector_extra_config": {"url": "memory://prompts"}' in named and "--disable-chunked-mm-input" in command
+    assert '"kv_connector_extra_config": {"url": "memory://prompts"}' in named
     assert environment["VLLM_API_KEY"] == "hunter2" and "hunter2" not in out
 
 

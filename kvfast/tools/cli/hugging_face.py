@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +13,7 @@ from transformers.utils import cached_file
 
 from kvfast.engines.transformers.versions import cache_argument
 from kvfast.tools.evaluation.wrapped import WrappedCache
+from kvfast.tools.llama.fetch import file_sha256
 from kvfast.transformers import KVFastCache
 
 
@@ -62,12 +62,8 @@ class HuggingFaceModel:
     @staticmethod
     def sha256(source):
         """The checksum of all weights, file after file: of a single file its own."""
-        folder, checksum = Path(cached_file(source, "config.json")).parent, sha256()
-        for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
-            with open(path, "rb") as file:
-                while piece := file.read(1 << 20):
-                    checksum.update(piece)
-        return checksum.hexdigest()
+        folder = Path(cached_file(source, "config.json")).parent
+        return file_sha256(*(sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))))
 
 
 class _Row(WrappedCache):

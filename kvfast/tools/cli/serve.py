@@ -165,7 +165,7 @@ def _run_vllm(args, key):
     """Become a server of vLLM."""
     if args.threads:
         raise ValueError("--threads is for GGUF files: VLLM_CPU_OMP_THREADS_BIND in the environment chooses the processors of vLLM")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--disable-chunked-mm-input"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model]
     command += ["--kv-cache-dtype", CACHE_TYPES[args.cache_type][2], "--host", args.host, "--port", str(args.port)]
     if args.parallel:
         command += ["--max-num-seqs", str(args.parallel)]

@@ -119,9 +119,11 @@ def _is_intact(path, expected):
     return path.is_file() and file_sha256(path) == expected
 
 
-def file_sha256(path):
+def file_sha256(*paths):
+    """The checksum of a file, or of several after each other."""
     checksum = hashlib.sha256()  # hashlib.file_digest needs Python 3.11
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            checksum.update(piece)
+    for path in paths:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                checksum.update(piece)
     return checksum.hexdigest()

@@ -34,9 +34,7 @@ STEP_TOKENS = 2048
 def vllm_format(name, window, has_tail=None):
     """The KVFormat of a layer. `has_tail`: whether newest tokens are floats, None for what VLLM_FORMATS says. Layers with a window
     have blocks alone, no float rows."""
-    form = VLLM_FORMATS[name]
-    if has_tail and name == "int8_per_token_head":
-        form = KVFormat.of("int8")
+    form = KVFormat.of("int8") if has_tail and name == "int8_per_token_head" else VLLM_FORMATS[name]
     if window is None and has_tail is not False:
         return form
     codes = codes_alone(form)

@@ -129,7 +129,7 @@ def memory(figure, data):
 
 def speed(figure, data):
     for place, (threads, series) in enumerate(sorted(data["milliseconds"].items())):
-        axes = figure.add_subplot(1, 2, place + 1, xscale="log", yscale="log")
+        axes = figure.add_subplot(2, 1, place + 1, xscale="log", yscale="log")
         axes.set_title(f"Attention of one token, Llama-3-8B, {threads} thread{'s' * (threads != '1')}")
         _lines(axes, data["contexts"], series)
         axes.set_ylabel("ms, all layers")
@@ -151,35 +151,32 @@ def accuracy(figure, data):
         "q8_0/q4_0": (7, 2),
         "q4_0": (7, -3),
     }
-    left, right = figure.subplots(1, 2)
-    for axes, name, label in (
-        (left, "kl", "KL divergence from a float32 cache, nats"),
-        (right, "nll_difference", "change of NLL, nats"),
-    ):
+    above, below = figure.subplots(2, 1)
+    for axes, name, label in ((above, "kl", "KL divergence from float32, nats"), (below, "nll_difference", "change of NLL, nats")):
         axes.set_yscale("log" if name == "kl" else "symlog", **({} if name == "kl" else {"linthresh": 1e-3}))
         _points(axes, data, name, places)
         axes.set_ylabel(label)
         axes.set_xlim(3.8, 17.2)
-    right.set_yticks([0, 1e-3, 1e-2, 1e-1], ["0", "0.001", "0.01", "0.1"])
-    left.legend(loc="upper right")
+    below.set_yticks([0, 1e-3, 1e-2, 1e-1], ["0", "0.001", "0.01", "0.1"])
+    above.legend(loc="upper right")
     figure.suptitle("SmolLM2-135M-Instruct, 16,000 tokens of two novels", size=10.5)
 
 
 def texts(figure, data):
     """KL divergence of each cache on each text, by bits."""
-    axes = figure.add_subplot(yscale="log", title=f"{data['model'].split('.')[0]}, {data['tokens']:,} tokens of each text")
+    figure.suptitle(f"{data['model'].split('.')[0]}, {data['tokens']:,} tokens of each text", size=10.5)
+    axes = figure.add_subplot(xscale="log")
     colours = ("int8", "bfloat16", "int4", "k8v4")
     first = next(iter(data["texts"].values()))["results"]
     shown = [i for i, one in enumerate(first) if "calibrated" not in one["dtype"]]
     order = sorted(shown, key=lambda i: first[i]["bits_per_element"])
-    more = {None: "", False: ",\nsimulated", True: ",\nsimulated,\nwith floats"}
-    names = [first[i]["dtype"].replace("/", "/\n") + more[first[i].get("floats")] for i in order]
+    more = {None: "", False: ", simulated", True: ", simulated, with floats"}
+    names = [first[i]["dtype"] + more[first[i].get("floats")] for i in order]
     for (name, one), colour in zip(data["texts"].items(), colours):
-        axes.plot(
-            [one["results"][i]["kl"] for i in order], marker="o", markersize=5, linestyle="none", color=COLOURS[colour], label=name
-        )
-    axes.set_xticks(range(len(order)), [f"{name}\n{first[i]['bits_per_element']:.2f} bits" for name, i in zip(names, order)], size=7)
-    axes.set_ylabel("KL divergence from a float32 cache, nats")
+        losses = [one["results"][i]["kl"] for i in order]
+        axes.plot(losses, range(len(order)), marker="o", markersize=5, linestyle="none", color=COLOURS[colour], label=name)
+    axes.set_yticks(range(len(order)), [f"{name}, {first[i]['bits_per_element']:.2f} bits" for name, i in zip(names, order)], size=8.5)
+    axes.set_xlabel("KL divergence from a float32 cache, nats")
     axes.legend(loc="upper right")
     _grid(axes)
 
@@ -203,7 +200,7 @@ def compression(figure, data):
 
 def precision(figure, data):
     for place, queries in enumerate((1, 64)):
-        axes = figure.add_subplot(1, 2, place + 1, xscale="log", yscale="log", title=f"{queries} quer{'y' if queries == 1 else 'ies'}")
+        axes = figure.add_subplot(2, 1, place + 1, xscale="log", yscale="log", title=f"{queries} quer{'y' if queries == 1 else 'ies'}")
         ours = [one for one in data["attend"] if one["queries"] == queries]
         for form in dict.fromkeys(one["format"] for one in ours):
             rows = [one for one in ours if one["format"] == form]
@@ -224,7 +221,7 @@ def precision(figure, data):
         axes.set_ylim(1e-7, 3e-3)
         axes.set_xlabel("tokens of context")
         axes.set_ylabel("largest relative error of attend")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
 def fidelity(figure, data):
@@ -305,11 +302,11 @@ def _grid(axes):
 # name: (what it shows, how, inches)
 PICTURES = {
     "memory": (memory_data, memory, (5.6, 3.8)),
-    "speed": (speed_data, speed, (10, 3.8)),
-    "accuracy": (accuracy_data, accuracy, (10, 3.8)),
-    "texts": (texts_data, texts, (11, 3.8)),
+    "speed": (speed_data, speed, (5.6, 7.2)),
+    "accuracy": (accuracy_data, accuracy, (5.6, 7)),
+    "texts": (texts_data, texts, (6, 5.6)),
     "compression": (compression_data, compression, (7, 4)),
-    "precision": (precision_data, precision, (10, 3.8)),
+    "precision": (precision_data, precision, (5.6, 7)),
     "fidelity": (precision_data, fidelity, (7, 3.8)),
     "peers": (peers_data, peers, (7.4, 5.4)),
     "runtimes": (runtimes_data, runtimes, (7.4, 2.9)),

@@ -31,7 +31,8 @@ class SimulatedCache:
 
     def __init__(self, shape, room, kinds, num_first_float_tokens=0, num_recent_float_tokens=0, block_size=64):
         self.num_layers, self.num_kv_heads, self.head_dim = shape
-        self.kinds, self.dtype = kinds, "/".join(dict.fromkeys(kinds))
+        self.v_head_dim, self.sliding_window = self.head_dim, None
+        self.kinds, self.dtype_name = kinds, "/".join(dict.fromkeys(kinds))
         self.num_first_float_tokens, self.num_recent_float_tokens, self.block_size = (
             num_first_float_tokens,
             num_recent_float_tokens,

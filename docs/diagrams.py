@@ -72,7 +72,7 @@ def _name(room):
 LIFE = (
     ("float row", "append writes the token\nas float16, in pieces of 16", "appended"),
     ("open block", "append encodes the block when\nit is full: channel scales from\nits float rows, which stay", "read as float16"),
-    ("sealed block", "16 counted tokens follow it:\nadvance gives its float rows\nback", "read as INT4 codes"),
+    ("sealed block", "48 counted tokens follow it:\nadvance gives its float rows\nback", "read as INT4 codes"),
     ("shared block", "fork, snapshot and prefix\nuse it as it is; it never\nchanges again", "one more owner"),
 )
 BACK = (

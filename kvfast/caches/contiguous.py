@@ -51,7 +51,7 @@ class KVCache(SequenceCache):
     ValueError for a value out of range. MemoryError says that memory cannot be allocated.
 
     A format that seals blocks, such as ``"int4"`` (see `KVFormat`), encodes a block when it is full. Queries read its tokens as
-    float16 until 16 further tokens follow the block. If `truncate` goes back further than that, the block's remaining tokens have
+    float16 until 48 further tokens follow the block. If `truncate` goes back further than that, the block's remaining tokens have
     only their codes, and keep these codes. New tokens in that block stay float16 if its scales do not fit them.
 
     Thread safety: different threads may use different caches, and any number of threads may read one cache

@@ -246,33 +246,20 @@ class KVFormat:
         return self.dtype + (f"({', '.join(options)})" if options else "")
 
 
+# A piece of float rows has 16 tokens, so fewer first tokens would take as many bytes.
+_BY_TOKEN = {"rotation": "kv", "num_first_float_tokens": 16}
+_BY_CHANNEL = {"rotation": "v", "codebook": "gaussian", "per_channel": True, "num_first_float_tokens": 16}
+_RECENT_8 = {"num_recent_float_tokens": 16, "recent_by_query": True}
+
 PRESETS = {
-    "int8": KVFormat("int8", rotation="kv", num_first_float_tokens=4, num_recent_float_tokens=16, recent_by_query=True),
-    "k8v4": KVFormat(
-        "int8/int4",
-        rotation="kv",
-        codebook="gaussian",
-        num_first_float_tokens=4,
-        num_recent_float_tokens=48,
-        recent_by_query=True,
-        clip_search=True,
-    ),
-    "int4": KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4),
-    "k4v3": KVFormat("int4/int3", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4),
-    "int8-centred": KVFormat(
-        "int8", rotation="kv", centring=True, num_first_float_tokens=4, num_recent_float_tokens=16, recent_by_query=True
-    ),
-    "int4-recent": KVFormat(
-        "int4",
-        rotation="v",
-        codebook="gaussian",
-        per_channel=True,
-        num_first_float_tokens=4,
-        num_recent_float_tokens=96,
-        recent_by_query=True,
-    ),
-    "int3": KVFormat("int3", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4, num_recent_float_tokens=96),
-    "int2": KVFormat("int2", rotation="kv", codebook="gaussian", num_first_float_tokens=4, num_recent_float_tokens=96),
+    "int8": KVFormat("int8", **_BY_TOKEN, **_RECENT_8),
+    "k8v4": KVFormat("int8/int4", **_BY_TOKEN, codebook="gaussian", clip_search=True, num_recent_float_tokens=48, recent_by_query=True),
+    "int4": KVFormat("int4", **_BY_CHANNEL, num_recent_float_tokens=48),
+    "k4v3": KVFormat("int4/int3", **_BY_CHANNEL, num_recent_float_tokens=48),
+    "int8-centred": KVFormat("int8", **_BY_TOKEN, **_RECENT_8, centring=True),
+    "int4-recent": KVFormat("int4", **_BY_CHANNEL, num_recent_float_tokens=96, recent_by_query=True),
+    "int3": KVFormat("int3", **_BY_CHANNEL, num_recent_float_tokens=96),
+    "int2": KVFormat("int2", **_BY_TOKEN, codebook="gaussian", num_recent_float_tokens=96),
     "int8-rotated": KVFormat("int8", rotation="kv"),
     "k8v4-rotated": KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True),
     "int8-plain": KVFormat("int8"),

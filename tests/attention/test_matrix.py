@@ -198,7 +198,7 @@ def test_the_number_of_rows_changes_no_bit(rng, dtype, loud):
         k[..., 40] += 40
         v[..., 5] *= 8
     if dtype == "int4":
-        k[:8, :, 0], k[-300:, :, 0], q[..., 0] = -400, -400, 40
+        k[:16, :, 0], k[-300:, :, 0], q[..., 0] = -400, -400, 40
     cache = kvfast.KVCache(1, 2, 64, dtype=dtype)
     for start in range(0, 900, 300):
         filled(cache, k[start : start + 300], v[start : start + 300])

@@ -87,11 +87,11 @@ def test_bytes_of_a_window(window):
 
 @pytest.mark.parametrize("length", [3, 60, 1000, 1030, 5000])
 def test_bytes_of_float_rows(length):
-    """For int4: the first 4 tokens, and all tokens after the last full block that 16 tokens follow."""
+    """For int4: the first 16 tokens, and all tokens after the last full block that 48 tokens follow."""
     dim, heads = 64, 2
     plan = cache_with(length, dtype="int4").explain(0, (1, 8, dim), num_splits=1)
-    coded = max(0, length - 1 - 16) // 64 * 64
-    first = min(4, length)
+    coded = max(0, length - 1 - 48) // 64 * 64
+    first = min(16, length)
     newest = length - coded if length > first else 0
     assert plan.float_bytes == heads * 2 * 2 * dim * (newest + first)
     assert plan.code_bytes == heads * coded * dim  # 4 bits of keys and of values

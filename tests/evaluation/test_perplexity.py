@@ -82,6 +82,25 @@ def test_bits_per_element_count_all_bytes_in_use(tiny_model):
     assert score.bits_per_element == 8 * nbytes / (100 * elements)
 
 
+def test_simulated_caches_beside_ours(tmp_path, monkeypatch):
+    """The table of four texts, with a model whose heads have a whole block of ggml. Rivals have the floats of `int4`."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    accuracy = pytest.importorskip("accuracy")
+    assert accuracy.FLOATS == {name: getattr(kvfast.PRESETS["int4"], name) for name in accuracy.FLOATS}
+    monkeypatch.setattr(accuracy, "FORMATS", ("int4",))
+    monkeypatch.setattr(accuracy, "CALIBRATED", ())
+    tiny = runpy.run_path(Path(__file__).parents[1] / "data" / "tiny_gguf.py")
+    tiny["SIZES"]["head_dim"] = 32
+    tiny["write_model"](tmp_path / "tiny.gguf")
+    model, _ = kvfast.llama.load(tmp_path / "tiny.gguf")
+    rows, _ = accuracy.scores(model, np.random.default_rng(7).integers(0, model.config.vocab_size, 321), None)
+    found = {(row["dtype"], row.get("floats")): row for row in rows}
+    assert len(rows) == len(found) == 1 + len(accuracy.RIVALS)
+    assert found["q8_0", False]["bits_per_element"] == 8.5 and found["q4_0", False]["bits_per_element"] == 4.5
+    losses = [found[name]["kl"] for name in (("q8_0", True), ("q8_0", False), ("q4_0", True), ("q4_0", False))]
+    assert losses == sorted(losses) and 0 < losses[0] < losses[-1]
+
+
 def test_mean_score_weighs_texts_by_their_predictions():
     first = evaluation.CacheScore("int8", 100, 3.0, 2.0, 0.1, 0.9, 12, 9.0)
     second = evaluation.CacheScore("int8", 300, 5.0, 4.0, 0.5, 0.5, 12, 8.0)

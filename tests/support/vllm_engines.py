@@ -49,7 +49,8 @@ MODELS = {
         "Gemma2",
         {"sliding_window": 70, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     ),
-    "gemma3": ("Gemma3", {"sliding_window": 70, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    # In these heads, codes alone need fewer bytes than int4 without a window.
+    "gemma3": ("Gemma3", {"head_dim": 64, "sliding_window": 70, "sliding_window_pattern": 2, "tie_word_embeddings": True}),
     "gpt_oss": ("GptOss", {"sliding_window": 70, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "deepseek": (
         "DeepseekV2",

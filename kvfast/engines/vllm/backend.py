@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.kv_cache_interface import KVCacheLayout, SlidingWindowSpec
 
 from kvfast import NonFiniteInputError, PagedKVCache
-from kvfast.engine import key_bias_note
+from kvfast.engine import buffer_layout, key_bias_note
 from kvfast.engines.vllm import trial, versions
 from kvfast.engines.vllm.formats import MODES, NAMES, Directions, block_sizes, block_sizes_of_all, content_bytes, format_of
 from kvfast.engines.vllm.hybrids import Hybrids, finer, interleaved, layers_of_block
@@ -174,17 +174,12 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             self._blocks_each, cut = kv_cache_spec.block_size // size, partial(interleaved, block_size=size)
 
         def new_pool(buffer):
-            num_blocks, num_kv_heads, block_size, _ = buffer[0].shape
-            return PagedKVCache(
-                len(buffer),
-                num_kv_heads,
-                kv_cache_spec.head_size,
-                num_blocks,
-                block_size,
-                fmt,
-                v_head_dim=kv_cache_spec.head_size_v,
-                buffer=buffer,
-            )
+            num_blocks, heads, block_size, _ = buffer[0].shape
+            dim, v_dim = kv_cache_spec.head_size, kv_cache_spec.head_size_v
+            # Codes alone, of a layer with a window, may need fewer bytes than the blocks have.
+            size = buffer_layout(1, heads, dim, 1, block_size, fmt, v_head_dim=v_dim).nbytes
+            buffer = [one.view(np.uint8).reshape(num_blocks, -1)[:, :size] for one in buffer]
+            return PagedKVCache(len(buffer), heads, dim, num_blocks, block_size, fmt, v_head_dim=v_dim, buffer=buffer)
 
         self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs, cut)
         if trial.LAYER not in layer_names:

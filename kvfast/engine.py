@@ -5,7 +5,7 @@
   `common_length`, `Rate`, `Writer`, `Store`, `open_store`. The keys of prompts cover `FILE_VERSION`, and `files_digest` of weights.
 - Versions of other libraries: `installed_version`, `minor_of`, `missing`, `versions_text`; `difference`, the trial of one that was not
   tested.
-- Models and formats: `read_shape`, `key_bias_note`, `formats_of`, `floats_of`, `codes_alone`, `MAX_FLOAT_TOKENS`, `VLLM_FORMATS`, `vllm_format`.
+- Models and formats: `read_shape`, `key_bias_note`, `formats_of`, `floats_of`, `codes_alone`, `MAX_FLOAT_TOKENS`, `VLLM_FORMATS`, `VLLM_NAMES`, `vllm_format`.
 - Arrays: `as_array`, `as_numpy`, `as_float32`, `aligned`. Checks: `as_integer`, `check_block_size`, `check_flag`, `check_size`,
   `checked_token_ids`, `MAX_TOKENS`. Their texts: `each`, `one_of`, `shown`, `size_text`. Threads: `Workers`, `wait_for_any`.
 """
@@ -24,7 +24,7 @@ from kvfast.files.state import VERSION as FILE_VERSION
 from kvfast.handles.tensor_calls import TensorCalls
 from kvfast.planning.key_bias import key_bias_note
 from kvfast.planning.model_shape import read_shape
-from kvfast.planning.vllm_blocks import VLLM_FORMATS, vllm_format
+from kvfast.planning.vllm_blocks import VLLM_FORMATS, VLLM_NAMES, vllm_format
 from kvfast.prompts.chain import common_length
 from kvfast.prompts.chunk_store import ChunkStore
 from kvfast.prompts.envelope import HEADER_BYTES, new_value, num_tokens_of
@@ -41,6 +41,7 @@ __all__ = [
     "MAX_FLOAT_TOKENS",
     "MAX_TOKENS",
     "VLLM_FORMATS",
+    "VLLM_NAMES",
     "ChunkStore",
     "PromptKeeper",
     "Rate",

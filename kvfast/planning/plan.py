@@ -16,7 +16,7 @@ from kvfast.planning.key_bias import key_bias_note
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import ModelShape, read_shape
 from kvfast.planning.plan_text import plain_text
-from kvfast.planning.vllm_blocks import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
+from kvfast.planning.vllm_blocks import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, VLLM_NAMES, BlocksOfVLLM
 from kvfast.storage.kinds import BLOCK_SIZE, ROLLBACK, ring_blocks
 from kvfast.storage.memory.pool import BlockPool
 
@@ -270,10 +270,10 @@ def _with_weights(shape, weight_bytes, weight_bytes_read):
 
 
 def _names_of_vllm(dtype):
-    names = list(VLLM_FORMATS) if dtype is None else dtype if isinstance(dtype, (list, tuple)) else [dtype]
+    names = list(VLLM_NAMES) if dtype is None else dtype if isinstance(dtype, (list, tuple)) else [dtype]
     for name in names:
         if name not in VLLM_FORMATS:
-            raise ValueError(f"dtype must be {one_of(VLLM_FORMATS)} for engine='vllm', got {shown(name)}")
+            raise ValueError(f"dtype must be {one_of([*VLLM_NAMES, 'kvfast_ and a preset'])} for engine='vllm', got {shown(name)}")
     return names
 
 

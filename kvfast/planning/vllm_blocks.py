@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfast.caches.buffer_layout import buffer_layout
-from kvfast.codec.formats import KVFormat, codes_alone, floats_of
+from kvfast.codec.formats import PRESETS, KVFormat, codes_alone, floats_of
 from kvfast.core.checks import check_block_size
 
 DEFAULTS = {"kvfast": "int4", "vllm": "auto"}
@@ -12,10 +12,10 @@ ENGINES = tuple(DEFAULTS)
 
 
 def rotated(dtype):
-    return KVFormat(dtype, rotation="kv", codebook="gaussian")
+    return KVFormat(dtype, rotation="kv", codebook="uniform" if dtype == "int8" else "gaussian")
 
 
-VLLM_FORMATS = {
+VLLM_NAMES = {
     "auto": KVFormat.of("bfloat16"),  # the model's dtype
     "int8_per_token_head": KVFormat.of("int8-rotated"),
     "turboquant_k8v4": KVFormat.of("k8v4"),
@@ -24,6 +24,8 @@ VLLM_FORMATS = {
     "turboquant_k3v4_nc": rotated("int3/int4"),
     "turboquant_3bit_nc": rotated("int3"),
 }
+# From vLLM 0.33 on, also presets by their names.
+VLLM_FORMATS = VLLM_NAMES | {f"kvfast_{name.replace('-', '_')}": form for name, form in PRESETS.items()}
 # In a turboquant mode vLLM leaves this many layers at each end in the model's dtype.
 KEEPS_FIRST_AND_LAST = 2
 VLLM_BLOCK_SIZE = 64
@@ -38,7 +40,7 @@ def vllm_format(name, window, has_tail=None):
     if window is None and has_tail is not False:
         return form
     codes = codes_alone(form)
-    return codes if floats_of(codes) is None else rotated(codes.k_dtype)
+    return codes if floats_of(codes) is None else rotated(codes.dtype)
 
 
 class BlocksOfVLLM:

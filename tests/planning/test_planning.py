@@ -19,7 +19,7 @@ from kvfast.planning import LayerShape, ModelShape
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import read_shape
 from kvfast.planning.plan import DTYPES
-from kvfast.planning.vllm_blocks import DEFAULTS, VLLM_FORMATS
+from kvfast.planning.vllm_blocks import DEFAULTS, VLLM_FORMATS, VLLM_NAMES, vllm_format
 
 QUIET = {"memory": 1 << 30, "bandwidth": 1e10}  # nothing of this machine
 OTHERS = [
@@ -615,8 +615,8 @@ def test_a_prompt_takes_what_is_planned_and_gives_it_back(dtype):
 def test_blocks_of_vllm():
     """What `buffer_layout` gives each layer, in whole blocks of 64 tokens; turboquant leaves two layers at each end in bfloat16."""
     found = kvfast.plan(of_heads(3, 64, 30), context=8000, batch=8, engine="vllm", memory=1 << 30, bandwidth=1e10)
-    assert [one.dtype for one in found.dtypes] == list(VLLM_FORMATS)
-    for name, form in VLLM_FORMATS.items():
+    assert [one.dtype for one in found.dtypes] == list(VLLM_NAMES)
+    for name, form in VLLM_NAMES.items():
         inner, outer = (buffer_layout(1, 3, 64, 125, 64, each).nbytes for each in (form, "bfloat16"))
         ends = 4 if name.startswith("turboquant") else 0
         one = found[name]
@@ -627,6 +627,14 @@ def test_blocks_of_vllm():
     assert 1.88 < ratio < 1.89 and found["auto"].bytes_per_token == 30 * 3 * 256
     assert found["int4_per_token_head"].tokens_per_gib > 3.6 * found["auto"].tokens_per_gib
     assert any("turboquant modes leave" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", [name for name in VLLM_FORMATS if "turboquant" not in name])
+def test_codes_of_a_window_fit_into_the_blocks_of_vllm(name):
+    """And a preset has its blocks by the name that is kvfast's own, from vLLM 0.33 on."""
+    one, of_window = (buffer_layout(1, 2, 96, 1, 64, vllm_format(name, window)).nbytes for window in (None, 70))
+    assert of_window <= one == kvfast.plan(of_heads(2, 96, 1), engine="vllm", dtype=name, **QUIET).dtypes[0].bytes_per_token * 64
+    assert not name.startswith("kvfast_") or str(vllm_format(name, None)) == name.removeprefix("kvfast_").replace("_", "-")
 
 
 def test_windows_of_vllm():
@@ -640,7 +648,7 @@ def test_windows_of_vllm():
     ("options", "text"),
     [
         ({"engine": "sglang"}, "engine must be kvfast or vllm, got 'sglang'"),
-        ({"engine": "vllm", "dtype": "int8"}, "dtype must be auto, .* or turboquant_3bit_nc for engine='vllm', got 'int8'"),
+        ({"engine": "vllm", "dtype": "int8"}, "dtype must be auto, .* or kvfast_ and a preset for engine='vllm', got 'int8'"),
     ],
 )
 def test_engines_that_are_refused(options, text):

@@ -23,7 +23,7 @@ from vllm_engines import MODELS, generate, in_engine, layers_of
 
 import kvfast
 from kvfast.core.kernels import cpu_features
-from kvfast.engines.vllm import backend, formats
+from kvfast.engines.vllm import backend, formats, versions
 
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,6 +36,7 @@ def prompts(lengths=LENGTHS, seed=0):
     return [[draw.randrange(3, 500) for _ in range(n)] for n in lengths]
 
 
+has_names = pytest.mark.skipif(not versions.takes_names(), reason="kvfast has names of its own from vLLM 0.33 on")
 REPEATED = [one[:20] * 4 for one in prompts((20, 30))]
 
 
@@ -86,6 +87,7 @@ PREEMPTED = "int8_per_token_head", "turboquant_3bit_nc"
         ("turboquant_4bit_nc", "int4"),
         ("turboquant_k3v4_nc", "int3/int4"),
         ("turboquant_3bit_nc", "int3"),
+        pytest.param("kvfast_int8", "int8", marks=has_names),
     ],
 )
 def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_of, monkeypatch, name, dtype):

@@ -3,16 +3,23 @@
 import functools
 import importlib
 import logging
+import os
+import pickle
 import random
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from vllm_engines import AttentionBackendEnum, generate, in_engine, layers_of
 
 import kvfast
-from kvfast.engines.vllm import backend, trial, versions
+from kvfast.engines.vllm import backend, formats, trial, versions
+from kvfast.planning.vllm_blocks import VLLM_FORMATS
 
 # vLLM and PyTorch use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -86,6 +93,25 @@ def test_formats_need_no_avx512(monkeypatch):
     monkeypatch.setattr(backend.CPUAttentionBackend, "supports_kv_cache_dtype", classmethod(lambda cls, dtype: dtype in (None, "auto")))
     answers = backend.KVFastBackend.supports_kv_cache_dtype
     assert all(answers(dtype) for dtype in (None, "auto", "bfloat16", *backend.NAMES)) and not answers("fp8")
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_names_of_kvfast_are_refused_without_it(switch):
+    """By vLLM itself, and up to 0.32 with it, too."""
+    code = "import sys, vllm.plugins, vllm.config as c; vllm.plugins.load_general_plugins(); [c.CacheConfig(cache_dtype=n) for n in sys.argv[1:]]"
+    options = {"env": os.environ | {"KVFAST_VLLM": switch}, "stderr": subprocess.PIPE, "text": True, "check": False}
+    ended = subprocess.run([sys.executable, "-c", code, *formats.OWN_MODES.values()], **options)
+    is_taken = switch == "1" and versions.takes_names()
+    assert (ended.returncode == 0) == is_taken and ("'kvfast_int8'" in ended.stderr) != is_taken, ended.stderr
+
+
+def test_a_mode_stands_for_each_name():
+    """vLLM's specs have the mode, not the name, and go from process to process."""
+    assert len(formats.MODES) == len(VLLM_FORMATS) - 1
+    for mode, name in formats.MODES.items():
+        spec = pickle.loads(pickle.dumps(FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.uint8, kv_quant_mode=mode)))
+        assert formats.format_of(spec) == VLLM_FORMATS[name] and spec.kv_quant_mode is mode
+        assert not versions.takes_names() or get_kv_quant_mode(name) is mode
 
 
 def test_a_switch_turns_it_off(monkeypatch):

@@ -1,21 +1,36 @@
 """Which format of kvfast a layer of vLLM has."""
 
+from types import SimpleNamespace
+
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
 from kvfast import KVFormat
-from kvfast.engine import VLLM_FORMATS, buffer_layout, vllm_format
+from kvfast.engine import VLLM_FORMATS, VLLM_NAMES, buffer_layout, vllm_format
 from kvfast.engines.vllm import versions
 from kvfast.engines.vllm.registration import has_tail
 
 BLOCK_SIZES = (32, 64, 128, 256)
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
-MODES = {KVQuantMode[name.upper()]: name for name in VLLM_FORMATS if name != "auto"}
+
+
+def _own_mode(number, name):
+    """A member of KVQuantMode that stands for a name of kvfast alone; vLLM's CUSTOM is one for all, and in 0.33 also OCTAVE_K3V4."""
+    mode = int.__new__(KVQuantMode, number)
+    mode._name_, mode._value_ = name.upper(), number
+    KVQuantMode._value2member_map_[number] = mode  # for specs that come from another process
+    return mode
+
+
+OWN_MODES = {_own_mode(1000 + i, name): name for i, name in enumerate(VLLM_FORMATS) if name not in VLLM_NAMES}
+MODES = {KVQuantMode[name.upper()]: name for name in VLLM_NAMES if name != "auto"} | OWN_MODES
 NAMES = tuple(MODES.values())  # of kv_cache_dtype
-LATENT_MODES = {KVQuantMode.INT8_PER_TOKEN_HEAD: "int8", KVQuantMode.INT4_PER_TOKEN_HEAD: "int4"}
-LATENT_NAMES = tuple(mode.name.lower() for mode in LATENT_MODES)  # of kv_cache_dtype
+LATENT_MODES = {
+    mode: dtype for mode, name in MODES.items() for dtype in ("int8", "int4") if name in (f"{dtype}_per_token_head", f"kvfast_{dtype}")
+}
+LATENT_NAMES = tuple(MODES[mode] for mode in LATENT_MODES)  # of kv_cache_dtype
 SMALLEST_LATENT_BLOCK = 16  # what vLLM sets as block size where it would use its own CPU_MLA
 
 
@@ -23,6 +38,18 @@ class Directions:
     """Directions of attention in the models of this process. Their configurations set them when layers are made; specs do not have them."""
 
     sees_later_tokens = False
+
+
+def register_names():
+    """Let vLLM take the names of kvfast, from 0.33 on. Earlier versions, and one without kvfast, refuse them."""
+    if not versions.takes_names():
+        return
+    from vllm.config import cache
+
+    for mode, name in OWN_MODES.items():
+        if not cache.is_known_kv_cache_dtype(name):  # vLLM calls this more than once in a process
+            handler = SimpleNamespace(name=name, torch_dtype=lambda: torch.uint8, quant_mode=lambda mode=mode: mode)
+            cache.register_kv_cache_dtype(name)(lambda handler=handler: handler)
 
 
 def format_of(spec):

@@ -10,13 +10,11 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, get_kv_quant_mode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from kvfast.engines.vllm import versions
 from kvfast.engines.vllm.formats import content_bytes, format_of
 
-# Not the modes of turboquant: in them vLLM computes the bytes of a token without asking the plugin.
-_MODES = (KVQuantMode.NONE, KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.INT4_PER_TOKEN_HEAD)
 _TOKENS = 128  # of a block on CPUs, if no state makes it longer
 
 
@@ -34,7 +32,7 @@ def layers_of_block():
         config is None
         or not versions.tells_specs()
         or not config.model_config.is_hybrid
-        or get_kv_quant_mode(config.cache_config.cache_dtype) not in _MODES
+        or get_kv_quant_mode(config.cache_config.cache_dtype).is_turboquant  # vLLM computes its bytes without asking the plugin
     ):
         return 1
     if (

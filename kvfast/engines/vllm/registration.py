@@ -36,6 +36,9 @@ def register():
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from kvfast.engines.vllm.formats import register_names
+
+    register_names()
     _keep_images_whole()
     for part in parts:
         for name, backend in BACKENDS.get(part, {}).items():

@@ -129,3 +129,8 @@ def own_block_sizes(backend, spec):
     """The block sizes that a backend of vLLM takes. Up to 0.30 they do not depend on the layer."""
     ask = backend.get_supported_kernel_block_sizes
     return ask(spec) if signature(ask).parameters else ask()
+
+
+def takes_names():
+    """Whether vLLM takes further names of `kv_cache_dtype`: from 0.33 on."""
+    return engine.missing({"vllm.config.cache": {"register_kv_cache_dtype": ("name",), "is_known_kv_cache_dtype": ("name",)}}) is None

@@ -50,7 +50,7 @@ def expected(folder):
 def test_float_latents_give_the_tokens_of_vllm(folder, expected, has_amx):
     def with_kvfast(llm):
         assert generate(llm, prompts()) == expected
-        assert (pool_of(llm).dtype, pool_of(llm).block_size) == ("float32", 128 if has_amx else 16)
+        assert pool_of(llm).dtype == "float32" and pool_of(llm).block_size in {16 + 112 * has_amx, 128}  # 128 from 0.33 on
         assert generate(llm, prompts()) == expected
         assert [generate(llm, [one])[0] for one in prompts()] == expected
 
@@ -69,5 +69,6 @@ def test_integer_latents_take_less_memory_and_do_not_depend_on_the_batch(folder,
 
 
 def test_formats_without_latents_are_refused(folder):
-    with pytest.raises(Exception, match=r"(?s)kvfast keeps latent rows as auto.*got MLAAttentionSpec with kv_cache_dtype=fp8"):
+    own = "kvfast keeps latent rows as auto.*got MLAAttentionSpec with kv_cache_dtype=fp8"
+    with pytest.raises(Exception, match=rf"(?s){own}|fp8 is not supported by MLA attention on CPU"):  # by vLLM, from 0.33 on
         in_engine(folder, print, kv_cache_dtype="fp8")

@@ -14,11 +14,12 @@ import pytest
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
 import torch
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from vllm_engines import AttentionBackendEnum, generate, in_engine, layers_of
 
 import kvfast
-from kvfast.engines.vllm import backend, formats, trial, versions
+from kvfast.engines.vllm import backend, formats, registration, trial, versions
 from kvfast.planning.vllm_blocks import VLLM_FORMATS
 
 # vLLM and PyTorch use parts of each other that are deprecated.
@@ -95,12 +96,20 @@ def test_formats_need_no_avx512(monkeypatch):
     assert all(answers(dtype) for dtype in (None, "auto", "bfloat16", *backend.NAMES)) and not answers("fp8")
 
 
+@pytest.mark.parametrize("dtype", ["auto", *formats.LATENT_NAMES, "fp8"])
+def test_the_platform_is_asked_for_latent_rows_of_floats(dtype):
+    """vLLM 0.33 refuses other names there, before it asks a backend."""
+    ask = registration._take_latents(lambda backend, config, num_heads: config.kv_cache_dtype)
+    found = [ask(None, AttentionSelectorConfig(64, torch.float32, dtype, None, use_mla=mla), num_heads=4) for mla in (True, False)]
+    assert found == ["fp8" if dtype == "fp8" else "auto", dtype]
+
+
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_names_of_kvfast_are_refused_without_it(switch):
     """By vLLM itself, and up to 0.32 with it, too."""
     code = "import sys, vllm.plugins, vllm.config as c; vllm.plugins.load_general_plugins(); [c.CacheConfig(cache_dtype=n) for n in sys.argv[1:]]"
-    options = {"env": os.environ | {"KVFAST_VLLM": switch}, "stderr": subprocess.PIPE, "text": True, "check": False}
-    ended = subprocess.run([sys.executable, "-c", code, *formats.OWN_MODES.values()], **options)
+    command, env = [sys.executable, "-c", code, *formats.OWN_MODES.values()], os.environ | {"KVFAST_VLLM": switch}
+    ended = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
     is_taken = switch == "1" and versions.takes_names()
     assert (ended.returncode == 0) == is_taken and ("'kvfast_int8'" in ended.stderr) != is_taken, ended.stderr
 
@@ -109,7 +118,8 @@ def test_a_mode_stands_for_each_name():
     """vLLM's specs have the mode, not the name, and go from process to process."""
     assert len(formats.MODES) == len(VLLM_FORMATS) - 1
     for mode, name in formats.MODES.items():
-        spec = pickle.loads(pickle.dumps(FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.uint8, kv_quant_mode=mode)))
+        spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.uint8, kv_quant_mode=mode)
+        spec = pickle.loads(pickle.dumps(spec))
         assert formats.format_of(spec) == VLLM_FORMATS[name] and spec.kv_quant_mode is mode
         assert not versions.takes_names() or get_kv_quant_mode(name) is mode
 

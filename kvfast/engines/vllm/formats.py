@@ -15,7 +15,6 @@ BLOCK_SIZES = (32, 64, 128, 256)
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-
 def _own_mode(number, name):
     """A member of KVQuantMode that stands for a name of kvfast alone; vLLM's CUSTOM is one for all, and in 0.33 also OCTAVE_K3V4."""
     mode = int.__new__(KVQuantMode, number)

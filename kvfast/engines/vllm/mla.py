@@ -115,7 +115,7 @@ class KVFastMLAImpl(CPUMLAImpl):
                 f"{self.parts[self.head_size]} (latent_dim, rope_dim): set KVFAST_VLLM=0"
             )
 
-    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
+    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False):
         if self.memory is None:
             return  # a dummy run: every step of requests has built its metadata before
         slots = slot_mapping.numpy()

@@ -39,7 +39,9 @@ def register():
     from kvfast.engines.vllm.formats import register_names
 
     register_names()
-    _keep_images_whole()
+    _replace_in_platform("check_and_update_config", _keep_images_whole)
+    if versions.LATENT_ROWS in parts:
+        _replace_in_platform("get_attn_backend_cls", _take_latents)
     for part in parts:
         for name, backend in BACKENDS.get(part, {}).items():
             register_backend(AttentionBackendEnum[name], backend)
@@ -54,11 +56,17 @@ def _is_on():
     return os.environ.get(SWITCH, "1").strip().lower() not in ("0", "off", "false", "no")
 
 
-def _keep_images_whole():
-    """Let vLLM's platform do as that of CUDA: where the tokens of an image see each other, no step ends inside of one."""
+def _replace_in_platform(name, new):
+    """Replace a method of vLLM's platform by what `new` makes of it. vLLM calls `register` more than once in a process."""
     from vllm.platforms import current_platform
 
-    original = current_platform.check_and_update_config
+    original = getattr(current_platform, name)
+    if getattr(original, "__module__", None) != __name__:
+        setattr(type(current_platform), name, staticmethod(new(original)))
+
+
+def _keep_images_whole(original):
+    """Do as the platform of CUDA: where the tokens of an image see each other, no step ends inside of one."""
 
     def check_and_update_config(vllm_config):
         original(vllm_config)
@@ -66,8 +74,19 @@ def _keep_images_whole():
         if _is_on() and model is not None and model.is_mm_prefix_lm and scheduler.is_multimodal_model:
             scheduler.disable_chunked_mm_input = True
 
-    if getattr(original, "__module__", None) != __name__:  # vLLM calls `register` more than once in a process
-        type(current_platform).check_and_update_config = staticmethod(check_and_update_config)
+    return check_and_update_config
+
+
+def _take_latents(original):
+    """Take the formats of kvfast for latent rows. From 0.33 on, vLLM refuses all but floats before it asks a backend."""
+    from kvfast.engines.vllm.formats import LATENT_NAMES
+
+    def get_attn_backend_cls(selected_backend, attn_selector_config, *args, **options):
+        if _is_on() and attn_selector_config.use_mla and attn_selector_config.kv_cache_dtype in LATENT_NAMES:
+            attn_selector_config = attn_selector_config._replace(kv_cache_dtype="auto")
+        return original(selected_backend, attn_selector_config, *args, **options)
+
+    return get_attn_backend_cls
 
 
 def has_tail():

@@ -144,6 +144,16 @@ def test_what_others_have_stored_is_not_found(folder_of, tmp_path, figures, monk
     in_engine(folder_of("llama"), use, kv_transfer_config=stored(tmp_path), **options)
 
 
+def test_blocks_of_another_format_have_other_keys(folder_of, tmp_path, figures, monkeypatch):
+    """Also under the same name, where the first chunk of a text has floats, too."""
+    counts = []
+    for name, tail in (("int4_per_token_head", ""), ("int8_per_token_head", ""), ("int8_per_token_head", "1")):
+        monkeypatch.setenv("KVFAST_TAIL", tail)
+        answers(folder_of("llama"), tmp_path, most=1, kv_cache_dtype=name)
+        counts.append(len(values(tmp_path)))
+    assert counts == [counts[0], 2 * counts[0], 3 * counts[0]] and figures["num_restored_tokens"] == 0
+
+
 def test_weights_tell_models_apart(folder_of, tmp_path):
     save_model("llama", tmp_path / "same")
     assert files_digest(tmp_path / "same") == files_digest(folder_of("llama"))

@@ -106,12 +106,19 @@ def test_the_platform_is_asked_for_latent_rows_of_floats(dtype):
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_names_of_kvfast_are_refused_without_it(switch):
-    """By vLLM itself, and up to 0.32 with it, too."""
-    code = "import sys, vllm.plugins, vllm.config as c; vllm.plugins.load_general_plugins(); [c.CacheConfig(cache_dtype=n) for n in sys.argv[1:]]"
-    command, env = [sys.executable, "-c", code, *formats.OWN_MODES.values()], os.environ | {"KVFAST_VLLM": switch}
-    ended = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
+    """By vLLM itself, and up to 0.32 with it, too. Nor has vLLM its connector then, so that no store mixes blocks of both."""
+    code = f"""if True:
+        import vllm.config, vllm.plugins
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        vllm.plugins.load_general_plugins()
+        print("stores:", "KVFastConnector" in KVConnectorFactory._registry)
+        for name in {[*formats.OWN_MODES.values()]}:
+            vllm.config.CacheConfig(cache_dtype=name)"""
+    env, pipe = os.environ | {"KVFAST_VLLM": switch}, subprocess.PIPE
+    ended = subprocess.run([sys.executable, "-c", code], env=env, stdout=pipe, stderr=pipe, text=True, check=False)
     is_taken = switch == "1" and versions.takes_names()
     assert (ended.returncode == 0) == is_taken and ("'kvfast_int8'" in ended.stderr) != is_taken, ended.stderr
+    assert f"stores: {switch == '1'}" in ended.stdout
 
 
 def test_a_mode_stands_for_each_name():

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 
 from kvfast.engine import FILE_VERSION, ChunkStore, check_size, files_digest, minor_of
 from kvfast.engines.vllm.formats import format_of
-from kvfast.engines.vllm.versions import installed_version
+from kvfast.engines.vllm.versions import installed_version, is_tested
 
 logger = init_logger("vllm.kvfast")
 
@@ -86,8 +86,13 @@ def groups_of(kv_cache_config):
     return [_group(one.kv_cache_spec, len(one.layer_names)) for one in kv_cache_config.kv_cache_groups]
 
 
+def _kinds_of(spec):
+    """The specs of the layers of a group."""
+    return [*spec.kv_cache_specs.values()] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
 def _group(spec, num_layers):
-    kinds = [*spec.kv_cache_specs.values()] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    kinds = _kinds_of(spec)
     if all(isinstance(one, MambaSpec) and one.mamba_cache_mode == "align" for one in kinds):
         return Group(spec.block_size, 1, sum(one.page_size_bytes for one in kinds), True)
     windows = {one.sliding_window if isinstance(one, SlidingWindowSpec) else None for one in kinds}
@@ -118,13 +123,13 @@ def parts_of(vllm_config, groups):
 
 def settings_text(vllm_config, kv_cache_config, options, folder):
     """The model, the form of its blocks, and what wrote them. Relative paths are in `folder`."""
-    specs = [one.kv_cache_spec for one in kv_cache_config.kv_cache_groups]
-    # vLLM's own layouts depend on the processor, those of kvfast do not.
-    own = [torch.backends.cpu.get_cpu_capability() for spec in specs if format_of(spec) is None]
+    formats = [format_of(kind) for one in kv_cache_config.kv_cache_groups for kind in _kinds_of(one.kv_cache_spec)]
+    # vLLM's own layouts depend on the processor, those of kvfast do not. A name may stand for several formats.
+    stored = [torch.backends.cpu.get_cpu_capability() if fmt is None else str(fmt) for fmt in formats]
     groups = [[repr(one.kv_cache_spec), len(one.layer_names)] for one in kv_cache_config.kv_cache_groups]  # with the layers of drafts
     model = model_name(vllm_config, folder) if options.model is None else options.model
     version, dtype = minor_of(installed_version()), vllm_config.cache_config.cache_dtype
-    return json.dumps(["vllm", version, FILE_VERSION, model, dtype, groups, own])
+    return json.dumps(["vllm", version, is_tested(installed_version()), FILE_VERSION, model, dtype, groups, stored])
 
 
 def model_name(vllm_config, folder):

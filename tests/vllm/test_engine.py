@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -117,6 +118,28 @@ def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_o
 
     monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
     in_engine(folder_of("deep"), use, kv_cache_dtype=name, num_gpu_blocks_override=10, block_size=64, max_model_len=448)
+
+
+@pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}], ids=["", "drafts"])
+def test_a_context_that_only_four_bits_have_room_for(folder_of, monkeypatch, drafts):
+    """vLLM takes it or refuses it at the start, as `plan` says, with windows and with float tokens next to the blocks."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # else it is the memory
+    folder, memory, length = folder_of("gemma3"), 6_000_000, 16384
+    planned = kvfast.plan(folder, engine="vllm", memory=memory, bandwidth=1e10, context=length)
+    options = {
+        "num_gpu_blocks_override": None,
+        "kv_cache_memory_bytes": memory,
+        "max_model_len": length,
+        "max_num_batched_tokens": 2048,
+    }
+    options |= {"block_size": 64, "hf_overrides": {"max_position_embeddings": length}, "speculative_config": drafts}
+    int4, int8 = "int4_per_token_head", "int8_per_token_head"
+    room = in_engine(folder, lambda llm: llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens, kv_cache_dtype=int4, **options)
+    assert planned[int4].fits and room == pytest.approx(length * memory / planned[int4].bytes_per_sequence, rel=0.02)
+    with pytest.raises(ValueError, match="estimated maximum model length is") as refused:
+        in_engine(folder, len, kv_cache_dtype=int8, **options)
+    room = int(re.search(r"model length is (\d+)", str(refused.value))[1])
+    assert not planned[int8].fits and room == pytest.approx(planned[int8].longest_context, rel=0.02)
 
 
 def test_the_default_keeps_float_rows_beside_the_blocks(folder_of, monkeypatch):

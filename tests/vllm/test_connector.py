@@ -238,6 +238,24 @@ def test_what_the_store_has_lost_is_computed(folder_of, tmp_path, figures, model
     assert seen == [0, 1, 1]
 
 
+def test_a_hybrid_goes_on_from_no_stale_state(folder_of, tmp_path, figures):
+    """vLLM knows keys and values of a text from another one that begins so, and no state at their end. The store has a later state, which
+    it loses. In this cache each text also takes blocks of the one before."""
+    [text, tail] = prompts((700, 100))
+    given, options = [text, text[:600] + tail], {"kv_cache_dtype": "int8_per_token_head", "num_gpu_blocks_override": 16}
+    [expected] = answers(folder_of("lfm2"), tmp_path, given, **options)
+
+    def use(llm):
+        for change in (lambda path: path.unlink(), lambda path: damage(path, 300)):
+            settle(llm)
+            change(next(path for path in values(tmp_path) if num_tokens_of(path.read_bytes()[:HEADER_BYTES]) == 640))
+            found = [generate(llm, [one])[0] for one in (given[1], text, given[1])]
+            assert found == [expected[1], expected[0], expected[1]]
+        assert figures["num_failures"]
+
+    in_engine(folder_of("lfm2"), use, kv_transfer_config=stored(tmp_path), **options)
+
+
 def test_drafts_have_values_of_their_own(folder_of, tmp_path, figures):
     """The layers of another model are parts of a chunk: engines with it and without do not take each other's chunks for damaged."""
     given, options = prompts((400,)), {"kv_cache_dtype": "int8_per_token_head"}

@@ -99,6 +99,17 @@ MODELS = {
             "block_ff_dim": 256,
         },
     ),
+    "granite": (
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["mamba", "attention"] * 2,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 64,
+            "shared_intermediate_size": 64,
+            "num_local_experts": 0,
+        },
+    ),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 4, "tie_word_embeddings": True}),
 }
 

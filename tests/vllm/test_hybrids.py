@@ -91,6 +91,16 @@ def test_short_convolutions(folder_of, monkeypatch):
     assert carried[0] == 128
 
 
+def test_mamba_has_blocks_of_one_layer(folder_of):
+    """Without the prefix cache, with which vLLM 0.32 ends with an IndexError. It finds no states next to other layers."""
+
+    def use(llm):
+        return [generate(llm, prompts((5, 300, 700))) for _ in range(2)]
+
+    first, again = in_engine(folder_of("granite"), use, kv_cache_dtype="int8_per_token_head", enable_prefix_caching=False)
+    assert first == again
+
+
 def tensors_of(layout, layers, tokens, gap=0):
     """Tensors as vLLM makes them in BLHNC: the parts of the layers side by side in each of three blocks."""
     part = layout.block_nbytes[0] // layout.block_size * tokens

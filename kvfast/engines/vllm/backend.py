@@ -18,10 +18,10 @@ from vllm.v1.kv_cache_interface import KVCacheLayout, SlidingWindowSpec
 from kvfast import NonFiniteInputError, PagedKVCache
 from kvfast.engine import buffer_layout, key_bias_note
 from kvfast.engines.vllm import trial, versions
-from kvfast.engines.vllm.formats import MODES, NAMES, Directions, block_sizes, block_sizes_of_all, content_bytes, format_of
+from kvfast.engines.vllm.formats import MODES, NAMES, TAIL, Directions, block_sizes, block_sizes_of_all, content_bytes, format_of
 from kvfast.engines.vllm.hybrids import Hybrids, finer, interleaved, layers_of_block
 from kvfast.engines.vllm.memory import GroupMemory, arrays_of
-from kvfast.engines.vllm.registration import CONNECTOR, TAIL
+from kvfast.engines.vllm.registration import CONNECTOR
 
 logger = init_logger("vllm.kvfast")
 

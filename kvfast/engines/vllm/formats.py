@@ -1,5 +1,6 @@
 """Which format of kvfast a layer of vLLM has."""
 
+import os
 from types import SimpleNamespace
 
 import torch
@@ -9,8 +10,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttent
 from kvfast import KVFormat
 from kvfast.engine import VLLM_FORMATS, VLLM_NAMES, buffer_layout, vllm_format
 from kvfast.engines.vllm import versions
-from kvfast.engines.vllm.registration import has_tail
 
+TAIL = "KVFAST_TAIL"
 BLOCK_SIZES = (32, 64, 128, 256)
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -18,8 +19,8 @@ FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 def _own_mode(number, name):
     """A member of KVQuantMode that stands for a name of kvfast alone; vLLM's CUSTOM is one for all, and in 0.33 also OCTAVE_K3V4."""
     mode = int.__new__(KVQuantMode, number)
-    mode._name_, mode._value_ = name.upper(), number
-    KVQuantMode._value2member_map_[number] = mode  # for specs that come from another process
+    vars(mode).update(_name_=name.upper(), _value_=number)
+    vars(KVQuantMode)["_value2member_map_"][number] = mode  # for specs that come from another process
     return mode
 
 
@@ -37,6 +38,14 @@ class Directions:
     """Directions of attention in the models of this process. Their configurations set them when layers are made; specs do not have them."""
 
     sees_later_tokens = False
+
+
+def has_tail():
+    """Whether layers read the newest tokens of a text as floats, as KVFAST_TAIL asks; None if it is not set."""
+    value = os.environ.get(TAIL, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{TAIL} must be 0 or 1, got {value!r}")
+    return bool(int(value)) if value else None
 
 
 def register_names():

@@ -6,7 +6,7 @@ import os
 
 from kvfast.engines.vllm import versions
 
-SWITCH, TAIL = "KVFAST_VLLM", "KVFAST_TAIL"
+SWITCH = "KVFAST_VLLM"
 BACKENDS = {  # of each part, by the name of the one that it replaces
     versions.ATTENTION: {"CPU_ATTN": "kvfast.engines.vllm.backend.KVFastBackend"},
     versions.LATENT_ROWS: {
@@ -26,7 +26,6 @@ def register():
     """
     if not _is_on():
         return
-    has_tail()
     version, parts = versions.installed_version(), list(versions.USED)
     versions.Untested.needs_trial = not versions.is_tested(version)
     versions.Untested.is_off = False
@@ -36,8 +35,9 @@ def register():
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from kvfast.engines.vllm.formats import register_names
+    from kvfast.engines.vllm.formats import has_tail, register_names
 
+    has_tail()
     register_names()
     _replace_in_platform("check_and_update_config", _keep_images_whole)
     if versions.LATENT_ROWS in parts:
@@ -82,19 +82,11 @@ def _take_latents(original):
     from kvfast.engines.vllm.formats import LATENT_NAMES
 
     def get_attn_backend_cls(selected_backend, attn_selector_config, *args, **options):
-        if _is_on() and attn_selector_config.use_mla and attn_selector_config.kv_cache_dtype in LATENT_NAMES:
-            attn_selector_config = attn_selector_config._replace(kv_cache_dtype="auto")
+        if _is_on() and attn_selector_config.use_mla:
+            attn_selector_config = type(attn_selector_config)(*("auto" if one in LATENT_NAMES else one for one in attn_selector_config))
         return original(selected_backend, attn_selector_config, *args, **options)
 
     return get_attn_backend_cls
-
-
-def has_tail():
-    """Whether layers read the newest tokens of a text as floats, as KVFAST_TAIL asks; None if it is not set."""
-    value = os.environ.get(TAIL, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{TAIL} must be 0 or 1, got {value!r}")
-    return bool(int(value)) if value else None
 
 
 def _has_all(part, version):

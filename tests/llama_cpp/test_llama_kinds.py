@@ -2,6 +2,8 @@
 
 import contextlib
 import runpy
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -11,8 +13,10 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not ins
 for package in ("gguf", "safetensors", "xxhash", "prometheus_client"):
     pytest.importorskip(package)
 
+from kvfast.engines.llama_cpp import amx
 from kvfast.engines.llama_cpp.served_llama import ServedLlama
 from kvfast.llama_cpp import LlamaPromptCache
+from kvfast.tools.cli.serve import _may_lay_out
 
 TINY = runpy.run_path(Path(__file__).parents[1] / "data" / "tiny_gguf.py")
 CHUNK, NEW_TOKENS = 32, 40
@@ -164,3 +168,16 @@ def test_a_draft_model_finds_prompts(tmp_path):
     for hits in (0, 1):
         with loaded(tmp_path, "llama", tmp_path / "store", llama_cpp.Llama, logits_all=True, draft_model=draft()) as llm:
             assert answer(llm, tokens)[0] == expected and llm.cache.stats.num_hits == hits
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the crash is one of GCC's builds for Linux")
+def test_weights_stay_as_they_are_where_amx_crashes(tmp_path, monkeypatch, capsys):
+    has_amx = b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info()
+    monkeypatch.setattr(llama_cpp, "llama_print_system_info", lambda: b"AVX512 = 1 | AMX_INT8 = 1 | ")
+    if not has_amx:  # the layout that is tried is one for other instructions
+        assert _may_lay_out() and not capsys.readouterr().err
+    monkeypatch.setattr(amx.subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, -11))
+    assert not _may_lay_out() and "; a faster one: CXXFLAGS=-fno-dse pip install" in capsys.readouterr().err
+    for use in (False, True):
+        with loaded(tmp_path, "llama", use_extra_bufts=use, parallel=2) as llm:
+            assert llm.model_params.use_extra_bufts == llm.contexts[1].model_params.use_extra_bufts == use

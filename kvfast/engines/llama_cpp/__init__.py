@@ -2,6 +2,7 @@
 
 - backend: attention for ggml, in C
 - installed, headers, building, loading: the ggml that is there, its headers, the backend compiled and loaded
+- amx: whether this ggml can compute with AMX
 - ggml: rows of ggml's types
 - state, form: states of a sequence, and which of their bytes belong to which token
 - prompt_cache, prompt_settings, prompt_states: `LlamaPromptCache`, what its keys cover, states in chunks

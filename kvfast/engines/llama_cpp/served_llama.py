@@ -57,9 +57,10 @@ class ServedLlama(llama_cpp.Llama):
     """A ``Llama`` with several `contexts`, itself and others, each of which holds a conversation. It stops when its client leaves, and
     stores a long prompt before the answer, which a killed process does not end. `last` is the answer that began last. Recurrent states
     cannot go back to fewer tokens: `checkpoints` are those after some tokens, the last ones of a prompt and of its answer, and those at
-    `marks`."""
+    `marks`. `use_extra_bufts` is a parameter of models that ``Llama`` does not have."""
 
-    def __init__(self, *args, parallel=1, **options):
+    def __init__(self, *args, parallel=1, use_extra_bufts=True, **options):
+        self._use_extra_bufts = use_extra_bufts
         super().__init__(*args, **options)
         # One row, as nobody reads logits here: a state that is saved or loaded copies all rows.
         self.scores, self._num_computed, self._num_stored = np.zeros((1, self.n_vocab()), np.single), 0, 0
@@ -70,6 +71,15 @@ class ServedLlama(llama_cpp.Llama):
         self._free, self._busy, self._lock = [self], [], Lock()
         self._free += [self._another() for _ in range(parallel - 1)]
         self.contexts = tuple(self._free)
+
+    @property
+    def model_params(self):
+        return vars(self)["model_params"]
+
+    @model_params.setter
+    def model_params(self, params):
+        params.use_extra_bufts = self._use_extra_bufts
+        vars(self)["model_params"] = params
 
     def create_completion(self, prompt, *args, **options):
         """That of a free context: of the one that holds the longest beginning of the prompt, or else was used longest ago."""

@@ -72,6 +72,7 @@ def load_model(args, path, context, store, parallel=1):
         kvfast.set_num_threads(args.threads)
     kind, threads = CACHE_TYPES[args.cache_type][0], kvfast.config()["num_threads"]
     options = {"n_ctx": context, "n_threads": threads, "n_threads_batch": threads, "n_batch": BATCH, "verbose": args.verbose}
+    options["use_extra_bufts"] = _may_lay_out()
     try:
         llm = ServedLlama(str(path), parallel=parallel, flash_attn=True, type_k=kind, type_v=kind, **options)
     except ValueError as error:
@@ -159,6 +160,17 @@ def _load_backend():
             load()
     except (OSError, RuntimeError, ValueError) as error:
         print(f"note: llama.cpp computes attention without kvfast: {error}", file=sys.stderr)
+
+
+def _may_lay_out():
+    """Whether llama.cpp may lay out weights in ways of its own; where that crashes, say what helps."""
+    from kvfast.engines.llama_cpp.amx import crashes_with_amx
+
+    crashes = crashes_with_amx()
+    if crashes:
+        remedy = "CXXFLAGS=-fno-dse pip install --force-reinstall --no-deps --no-cache-dir llama-cpp-python"
+        print(f"note: this llama.cpp crashes with AMX, so it computes without; a faster one: {remedy}", file=sys.stderr)
+    return not crashes
 
 
 def _run_vllm(args, key):

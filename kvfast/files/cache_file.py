@@ -1,7 +1,7 @@
 """Caches in files: safetensors with a versioned header and a checksum per tensor.
 
-The safetensors library writes the file and checks its structure. The bytes of the blocks are read directly into the
-memory of the cache, or mapped.
+The safetensors library checks the structure of a file. The bytes of the blocks are written from the memory of the cache, and read directly
+into it, or mapped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import state
 
-_SPARE_BYTES = 1 << 20  # more than a header takes
 ALIGNMENT = 4096  # of the tensors in a file, so that they can be mapped: a page, which is also whole cache lines
 BYTES_AT_ONCE = 1 << 20  # bytes that are read at a time, and then hashed while they are in the processor's cache
 FEW_BYTES = 1 << 20  # of a file: one thread has read and hashed them before others have begun
@@ -45,12 +44,8 @@ def write(settings, storage, token_ids, metadata, is_salted, path):
 
 def to_bytes(settings, storage, token_ids, metadata, is_salted):
     """The bytes of the file that `write` writes."""
-    library = _import("safetensors.numpy")
-    tensors = _tensors_of(storage, token_ids)
-    header = _metadata_of(tensors, state.header_of(settings, storage, metadata, is_salted))
-    # The library makes the bytes and copies them. If there is no memory for that, it ends the process; this raises MemoryError.
-    np.empty(2 * sum(tensor.nbytes for tensor in tensors.values()) + _SPARE_BYTES, np.uint8)
-    return library.save(tensors, header)
+    need_files()
+    return b"".join(_parts_of(_tensors_of(storage, token_ids), state.header_of(settings, storage, metadata, is_salted)))
 
 
 def _tensors_of(storage, token_ids):
@@ -61,26 +56,24 @@ def _tensors_of(storage, token_ids):
     return tensors
 
 
-def _metadata_of(tensors, header):
-    """The metadata of a file: the header, and the checksums of all tensors."""
+def _parts_of(tensors, header):
+    """The parts of a file: its header with the checksums of all tensors, and these, by their names as the library sorts them."""
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     sums = _results(nbytes, _import("xxhash").xxh3_128_hexdigest, zip(tensors.values()))
     checksums = json.dumps(dict(zip(tensors, sums)), separators=(",", ":"))
     metadata = {"kvfast": header, "checksums": checksums, "digest": _digest(header, checksums), "padding": ""}
-    metadata["padding"] = " " * (-_header_bytes(tensors, metadata) % ALIGNMENT)
-    return metadata
+    metadata["padding"] = " " * (-len(_header_of(tensors, metadata)) % ALIGNMENT)
+    return [_header_of(tensors, metadata), *(tensors[name].reshape(-1) for name in sorted(tensors))]
 
 
 def write_tensors(tensors, header, path):
     """Write arrays of bytes and a header. At any moment, the file at `path` is the old or the new one, and complete."""
-    library, metadata = _import("safetensors.numpy"), _metadata_of(tensors, header)
     path = os.path.realpath(checked_path(path, "path"))
-    with replacing(path) as new:  # in a folder of its own, because the library also makes temporary files
+    parts = _parts_of(tensors, header)
+    with replacing(path) as new:
         _drop_pages(path)
-        try:
-            library.save_file(tensors, new, metadata)
-        except _import("safetensors").SafetensorError as error:
-            raise OSError(f"cannot write {path}: {error}") from None
+        with open(new, "wb") as file:
+            file.writelines(parts)
 
 
 # Slow imports that only files need are inside the functions: at the top, they would slow down `import kvfast`.
@@ -289,14 +282,16 @@ def _digest(*texts):
     return _import("xxhash").xxh3_128_hexdigest("\0".join(texts).encode(errors="replace"))
 
 
-def _header_bytes(tensors, metadata):
-    """Bytes before the first tensor: a length, and JSON that the library pads to a multiple of 8."""
+def _header_of(tensors, metadata):
+    """The bytes before the first tensor: their length, and JSON, padded to a multiple of 8 as by the library."""
     header, at = {"__metadata__": metadata}, 0
     for name in sorted(tensors):
         tensor = tensors[name]
         header[name] = {"dtype": "U8", "shape": tensor.shape, "data_offsets": (at, at + tensor.nbytes)}
         at += tensor.nbytes
-    return 8 + -(-len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()) // 8) * 8
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _import(name):

@@ -14,6 +14,7 @@ from kvfast.files import cache_file
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from kvfast.codec.calibration import Calibration, LayerCalibration
 
@@ -25,6 +26,7 @@ def load(
     mmap: bool = False,
     max_seq_len: int | None = None,
     calibration: Calibration | LayerCalibration | None = None,
+    key: bytes | Sequence[bytes] | None = None,
 ) -> Any:
     """Make a cache from a file that `KVCache.save` or `Snapshot.save` wrote, or from a snapshot.
 
@@ -40,6 +42,8 @@ def load(
         Reserve room for this many tokens, instead of the saved `max_seq_len`. By default the cache of a snapshot grows.
     calibration : Calibration, or one of its layers, optional
         For a file whose format has one: a file holds the digests of its matrices alone. Without need it is ignored.
+    key : bytes or sequence of bytes, optional
+        For an encrypted file: the key of `save`, or several with it. It cannot be mapped.
 
     Returns
     -------
@@ -52,7 +56,7 @@ def load(
     CorruptFileError
         If the file is truncated or damaged, or kvfast did not write it.
     IncompatibleSnapshotError
-        If this kvfast cannot read the version of the file, if the file needs another calibration (the message has the digest), or
+        If this kvfast cannot read the version of the file, if the file needs another calibration (the message has the digest) or key, or
         if the tokens of a snapshot do not fit `max_seq_len`.
     ValueError
         If the tokens of a file do not fit `max_seq_len`, for a kind of cache without one, and for a snapshot with `mmap`.
@@ -64,7 +68,9 @@ def load(
             raise ValueError("mmap must be False for a Snapshot: it maps files")
         if calibration is not None:
             raise ValueError("calibration must be None for a Snapshot, which has its own")
+        if key is not None:
+            raise ValueError("key must be None for a Snapshot, which is not encrypted")
         settings, storage = source._settings, source._copied(max_seq_len)
     else:
-        settings, storage, *_ = cache_file.read(checked_path(source, "source"), mmap, max_seq_len, calibration)
+        settings, storage, *_ = cache_file.read(checked_path(source, "source"), mmap, max_seq_len, calibration, key)
     return CLASSES[settings["kind"]]._over(settings, storage)

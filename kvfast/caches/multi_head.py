@@ -20,7 +20,7 @@ from kvfast.storage.settings import heads
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
@@ -226,9 +226,11 @@ class MultiHeadKVCache(_Heads, StorageProperties):
             raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
         self._storage.restore(snapshot._fitted(self, False))
 
-    def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+    def save(
+        self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None, key: bytes | Sequence[bytes] | None = None
+    ) -> None:
         """Write the stored bytes of the tokens to a file for `kvfast.load`; see `KVCache.save`."""
-        self.snapshot(metadata).save(path)
+        self.snapshot(metadata).save(path, key)
 
     def evict_outside_window(self, sliding_window: int) -> int:
         """Drop all tokens before the last `sliding_window` tokens, and return their number. Blocks that hold only dropped tokens are

@@ -600,6 +600,7 @@ class SequenceCache(StorageProperties):
         metadata: Mapping[str, str] | None = None,
         *,
         uncounted: Literal["raise", "drop"] = "raise",
+        key: bytes | Sequence[bytes] | None = None,
     ) -> None:
         """Write the stored bytes of the complete tokens to a file: safetensors, with checksums.
 
@@ -611,6 +612,8 @@ class SequenceCache(StorageProperties):
         path : path-like
         token_ids, metadata, uncounted
             As in `snapshot`.
+        key : bytes or sequence of bytes, optional
+            Encrypt the file with AES-256-GCM: 32 bytes, or several keys, of which the first one is used. Needs ``kvfast[encrypted]``.
 
         Raises
         ------
@@ -620,7 +623,7 @@ class SequenceCache(StorageProperties):
             Without the packages of ``kvfast[files]``.
         """
         path = checked_path(path, "path")  # anything else is refused before the snapshot shares blocks
-        self.snapshot(token_ids, metadata, uncounted=uncounted).save(path)
+        self.snapshot(token_ids, metadata, uncounted=uncounted).save(path, key)
 
     def state_dict(self, *, uncounted: Literal["raise", "drop"] = "raise") -> dict[str, NDArray[Any]]:
         """The stored bytes as plain arrays; see `Snapshot.state_dict`, and `snapshot` for `uncounted`."""

@@ -205,14 +205,20 @@ class Snapshot(StorageProperties):
         """Make a snapshot from the result of `state_dict`; `calibration` and errors as in `kvfast.load`."""
         return cls(*from_arrays(arrays, calibration))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], key: bytes | Sequence[bytes] | None = None) -> None:
         """Write to a file; see `KVCache.save`."""
-        cache_file.write(self._settings, self._storage, self._token_ids, self._metadata, self._is_salted, path)
+        cache_file.write(self._settings, self._storage, self._token_ids, self._metadata, self._is_salted, path, key)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], mmap: bool = False, calibration: Calibration | LayerCalibration | None = None) -> Self:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        mmap: bool = False,
+        calibration: Calibration | LayerCalibration | None = None,
+        key: bytes | Sequence[bytes] | None = None,
+    ) -> Self:
         """Read from a file; see `kvfast.load`."""
-        return cls(*cache_file.read(path, mmap, None, calibration))
+        return cls(*cache_file.read(path, mmap, None, calibration, key))
 
     def to_bytes(self) -> bytes:
         """The bytes that `save` would write to a file, for a database or a socket."""

@@ -25,7 +25,7 @@ from kvfast.files.state import checked_arrays
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
@@ -221,18 +221,18 @@ class CompressedKV:
         header = arrays.pop("header", np.empty(0, np.uint8))
         return cls._open(header.tobytes().decode(errors="replace"), _Arrays(arrays))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], key: bytes | Sequence[bytes] | None = None) -> None:
         """Write to a file: safetensors with checksums, as `KVCache.save`."""
         arrays = {}
         for name, array in self._arrays().items():
             array = np.ascontiguousarray(array)
             arrays[name] = array.view(np.uint8).reshape(-1) if array.dtype != np.uint8 else array
-        cache_file.write_tensors(arrays, self._header(), path)
+        cache_file.write_tensors(arrays, self._header(), path, key)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
+    def load(cls, path: str | os.PathLike[str], key: bytes | Sequence[bytes] | None = None) -> Self:
         """Read a file that `save` wrote; raises as `kvfast.load`."""
-        header, arrays = cache_file.read_tensors(path)
+        header, arrays = cache_file.read_tensors(path, key)
         try:
             return cls._open(header, _Arrays(arrays))
         except (CorruptFileError, IncompatibleSnapshotError) as error:

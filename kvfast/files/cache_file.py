@@ -1,7 +1,7 @@
 """Caches in files: safetensors with a versioned header and a checksum per tensor.
 
 The safetensors library checks the structure of a file. The bytes of the blocks are written from the memory of the cache, and read directly
-into it, or mapped.
+into it, or mapped; those of an encrypted file are decrypted a piece at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvfast.core.replacing import replacing
 from kvfast.core.threads import get_num_threads
 from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
-from kvfast.files import state
+from kvfast.files import encryption, state
 
 ALIGNMENT = 4096  # of the tensors in a file, so that they can be mapped: a page, which is also whole cache lines
 BYTES_AT_ONCE = 1 << 20  # bytes that are read at a time, and then hashed while they are in the processor's cache
@@ -36,10 +36,10 @@ def need_files():
     _import("xxhash")
 
 
-def write(settings, storage, token_ids, metadata, is_salted, path):
+def write(settings, storage, token_ids, metadata, is_salted, path, key=None):
     """Write the complete tokens of a storage; see `state.header_of`."""
     need_files()  # to fail before the work
-    write_tensors(_tensors_of(storage, token_ids), state.header_of(settings, storage, metadata, is_salted), path)
+    write_tensors(_tensors_of(storage, token_ids), state.header_of(settings, storage, metadata, is_salted), path, key)
 
 
 def to_bytes(settings, storage, token_ids, metadata, is_salted):
@@ -66,14 +66,14 @@ def _parts_of(tensors, header):
     return [_header_of(tensors, metadata), *(tensors[name].reshape(-1) for name in sorted(tensors))]
 
 
-def write_tensors(tensors, header, path):
+def write_tensors(tensors, header, path, key=None):
     """Write arrays of bytes and a header. At any moment, the file at `path` is the old or the new one, and complete."""
-    path = os.path.realpath(checked_path(path, "path"))
+    keys, path = key is not None and encryption.named_keys(key), os.path.realpath(checked_path(path, "path"))
     parts = _parts_of(tensors, header)
     with replacing(path) as new:
         _drop_pages(path)
         with open(new, "wb") as file:
-            file.writelines(parts)
+            file.writelines(encryption.encrypted(parts, sum(map(len, parts)), keys) if keys else parts)
 
 
 # Slow imports that only files need are inside the functions: at the top, they would slow down `import kvfast`.
@@ -116,9 +116,9 @@ def _drop_pages(path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read(path, mmap, max_seq_len, calibration=None):
+def read(path, mmap, max_seq_len, calibration=None, key=None):
     """The arguments of a Snapshot: settings, storage, token ids, metadata, salt."""
-    with _opened(path) as content:
+    with _opened(path, key) as content:
         return _snapshot_of(content, mmap, max_seq_len, calibration)
 
 
@@ -137,24 +137,26 @@ def _snapshot_of(content, mmap, max_seq_len, calibration):
     return opening.settings, opening.storage, token_ids, opening.metadata, opening.salt
 
 
-def read_tensors(path):
+def read_tensors(path, key=None):
     """Read a file of `write_tensors` and verify it: the header, and uint8 arrays by name."""
-    with _opened(path) as content:
+    with _opened(path, key) as content:
         tensors = {name: np.empty(shape, np.uint8) for name, shape in content.shapes.items()}  # never larger than the file
         _results(content.nbytes, content.fill, ((name, [array]) for name, array in tensors.items()))
     return content.header, tensors
 
 
 @contextlib.contextmanager
-def _opened(path):
+def _opened(path, key):
     """The content of a file, after its structure and header are checked; errors name the file."""
+    keys = {} if key is None else encryption.named_keys(key)
     try:
         path = checked_path(path, "path")
         if "\0" in path:
             raise ValueError("source must be a path, got bytes with a 0: Snapshot.from_bytes reads those of a file")
         while True:
             with open(path, "rb", buffering=0) as file:
-                content = _Content(file, path)
+                is_plain = not keys and file.read(encryption.MAGIC_BYTES) != encryption.FILE_MAGIC
+                content = _Content(file, path) if is_plain else _EncryptedContent(file, keys)
                 # Another process may have replaced the file between the two openings.
                 if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                     content.check_header()
@@ -260,6 +262,38 @@ class _Content:
         """Fill a piece of memory with the bytes of the file from `at` on."""
         if read_at(self._file.fileno(), piece, at) < len(piece):
             raise CorruptFileError(f"the file ends inside {name}")
+
+
+class _EncryptedContent(_Content):
+    """An encrypted file. Those who can write one have the key, so the library need not check its structure."""
+
+    def __init__(self, file, keys):
+        self._file, head = file, bytearray(encryption.FILE_HEAD_BYTES)
+        read_at(file.fileno(), memoryview(head), 0)
+        if not head.startswith(encryption.FILE_MAGIC):
+            raise CorruptFileError("not encrypted, or damaged: load it without a key, if you know who wrote it")
+        self._cipher = encryption.cipher_of(bytes(head), keys)
+        if self._cipher is None:
+            raise IncompatibleSnapshotError(f"encrypted{' with another key' * bool(keys)}: load it with the key of `save`, or several")
+        nbytes = int.from_bytes(head[encryption.HEAD_BYTES :], "little")
+        if os.fstat(file.fileno()).st_size != encryption.file_bytes(nbytes):
+            raise CorruptFileError("damaged: it was cut, or its length changed")
+        self._describe(nbytes)
+
+    def map(self):
+        raise ValueError("mmap must be False for an encrypted file, which is decrypted while it is read")
+
+    def _read(self, piece, at, name):
+        while piece:
+            number, skipped = divmod(at, encryption.PIECE_BYTES)
+            data = memoryview(bytearray(encryption.PIECE_BYTES + encryption.TAG_BYTES))
+            start = encryption.FILE_HEAD_BYTES + number * len(data)
+            data = data[: read_at(self._file.fileno(), data, start)]
+            part = encryption.decrypted(self._cipher, encryption.nonce_of(number), data)[skipped:][: len(piece)]
+            if not part:
+                raise CorruptFileError(f"the file ends inside {name}")
+            piece[: len(part)] = part
+            piece, at = piece[len(part) :], at + len(part)
 
 
 class _BytesContent(_Content):

@@ -6,19 +6,15 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from kvfast.errors import CorruptFileError
+from kvfast.files.encryption import HEAD_BYTES, TAG_BYTES, cipher_of, decrypted, named_keys, new_head, nonce_of
 from kvfast.prompts.stores.store import Entry, Store, Value, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 KEY_FILE = "KVFAST_STORE_KEY_FILE"
-KEY_BYTES = 32
-# A value is a head, which has the magic number, a name of the key, and a salt; then bytes of AES-256-GCM, with its tag at the end.
-MAGIC, SALT_BYTES, TAG_BYTES = b"kvfastA1", 32, 16
-ID_BYTES = 8
-HEAD_BYTES = len(MAGIC) + ID_BYTES + SALT_BYTES
-NONCE = bytes(12)  # each value has a key of its own
+MAGIC = b"kvfastA1"
+NONCE = nonce_of(0)  # each value has a key of its own
 
 
 class EncryptedStore(Store):
@@ -45,9 +41,8 @@ class EncryptedStore(Store):
         return [value if value is None else self._opened(key, value) for key, value in zip(keys, self._store.get_many(keys))]
 
     def put(self, key: str, value: Any) -> bool:
-        name, secret = next(iter(self._keys.items()))
-        head = MAGIC + name + os.urandom(SALT_BYTES)
-        return self._store.put(key, head + _cipher(secret, head).encrypt(NONCE, value, head + check_key(key).encode()))
+        head = new_head(MAGIC, self._keys)
+        return self._store.put(key, head + cipher_of(head, self._keys).encrypt(NONCE, value, head + check_key(key).encode()))
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
         found = list(self._store.contains_many(keys))
@@ -80,9 +75,9 @@ class EncryptedStore(Store):
         except (EOFError, OSError):  # it has just gone
             value.__exit__()
             return None
-        secret = self._keys.get(head[len(MAGIC) :][:ID_BYTES])
-        if head.startswith(MAGIC) and secret is not None:
-            return _EncryptedValue(value, _cipher(secret, head), head + key.encode())
+        cipher = head.startswith(MAGIC) and cipher_of(head, self._keys)
+        if cipher:
+            return _EncryptedValue(value, cipher, head + key.encode())
         value.__exit__()
         if not self._has_others:
             self._has_others = True
@@ -99,13 +94,8 @@ class _EncryptedValue(Value):
 
     def read(self, start, count, memory=None):
         if self._cipher is not None:
-            from cryptography.exceptions import InvalidTag
-
             sealed = self._value.read(HEAD_BYTES, len(self) + TAG_BYTES)
-            try:
-                super().__init__(self._cipher.decrypt(NONCE, sealed, self._authenticated))
-            except InvalidTag:
-                raise CorruptFileError("it was changed, cut, or moved here from another name") from None
+            super().__init__(decrypted(self._cipher, NONCE, sealed, self._authenticated))
             self._cipher = None
         if start + count > len(self):
             raise EOFError(f"it must have {start + count} bytes, got {len(self)}")
@@ -127,25 +117,3 @@ def keys_of_environment() -> list[bytes] | None:
     if not lines or not all(re.fullmatch(r"[0-9a-fA-F]{64}", line) for line in lines):
         raise ValueError(f"{path}, which {KEY_FILE} names, must have keys of 64 hexadecimal digits, one in a line")
     return [bytes.fromhex(line) for line in lines]
-
-
-def named_keys(keys: bytes | Sequence[bytes]) -> dict[bytes, bytes]:
-    """Keys by the names that values have of them; a ValueError, which shows none, if they are not keys."""
-    several = [keys] if isinstance(keys, bytes) else list(keys)
-    if not several or not all(isinstance(one, bytes) and len(one) == KEY_BYTES for one in several):
-        raise ValueError(f"a key of a store must be {KEY_BYTES} bytes, or several of them")
-    from hmac import digest  # `import kvfast` shall not load it
-
-    try:
-        import cryptography  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('encrypted stores need cryptography: pip install "kvfast[encrypted]"', name=error.name) from None
-    return {digest(one, b"name of a key", "sha256")[:ID_BYTES]: one for one in several}
-
-
-def _cipher(secret, head):
-    from hmac import digest
-
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    return AESGCM(digest(secret, b"key of a value" + head, "sha256"))

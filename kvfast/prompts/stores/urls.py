@@ -7,7 +7,8 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfast.core.checks import checked_path
-from kvfast.prompts.stores.encrypted import EncryptedStore, keys_of_environment, named_keys
+from kvfast.files.encryption import named_keys
+from kvfast.prompts.stores.encrypted import EncryptedStore, keys_of_environment
 from kvfast.prompts.stores.folder import FolderStore
 from kvfast.prompts.stores.tiered import TieredStore
 

@@ -1,6 +1,8 @@
 """Prompts of other kinds of models in llama-cpp-python itself, by small random ones: runs where it is installed."""
 
 import contextlib
+import os
+import re
 import runpy
 import subprocess
 import sys
@@ -181,3 +183,26 @@ def test_weights_stay_as_they_are_where_amx_crashes(tmp_path, monkeypatch, capsy
     for use in (False, True):
         with loaded(tmp_path, "llama", use_extra_bufts=use, parallel=2) as llm:
             assert llm.model_params.use_extra_bufts == llm.contexts[1].model_params.use_extra_bufts == use
+
+
+HOST_CACHE = """
+import sys, llama_cpp, kvfast.llama_cpp
+kvfast.llama_cpp.load()
+found = []
+for layers in (0, 99):
+    llm = llama_cpp.Llama(sys.argv[1], n_ctx=256, n_batch=1, n_ubatch=1, flash_attn=True, n_gpu_layers=layers, offload_kqv=False)
+    found.append([token for token, _ in zip(llm.generate(list(range(5, 40)), temp=0.0), range(20))])
+    llm.close()
+print(found[0] == found[1])
+"""
+
+
+@pytest.mark.skipif(not llama_cpp.llama_supports_gpu_offload(), reason="llama-cpp-python has no GPU")
+def test_a_cache_in_host_memory_is_read_there(tmp_path, library):
+    """Where the weights are on a GPU. ggml prints which device each operation got."""
+    TINY["write_model"](tmp_path / "tiny.gguf")
+    environment = os.environ | {"GGML_SCHED_DEBUG": "2"}
+    command = [sys.executable, "-c", HOST_CACHE, tmp_path / "tiny.gguf"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=120)
+    devices = re.findall(r"\( *(FLASH_ATTN|SET_ROWS)\): .{20} \(.{5}\) \[ *(\S+)", done.stderr)
+    assert {("FLASH_ATTN", "KVFAS"), ("SET_ROWS", "KVFAS")} <= set(devices) and done.stdout == "True\n"

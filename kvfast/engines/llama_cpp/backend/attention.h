@@ -12,6 +12,8 @@ typedef struct {
     size_t size;
 } kv_workspace;
 
+/* Whether there are kernels for rows of a type. */
+bool kv_takes_type(enum ggml_type type);
 /* Whether kv_flash_attention computes this operation. */
 bool kv_takes(const struct ggml_tensor *op);
 /* Computes it with at most num_threads threads. Returns false if there is not enough memory. The result is the same bits for

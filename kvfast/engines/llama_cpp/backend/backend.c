@@ -1,5 +1,7 @@
-/* A device of ggml that computes attention in host memory, GGML_OP_FLASH_ATTN_EXT, and nothing else. It has the type ACCEL,
-   so llama.cpp puts it before the CPU and keeps its caches where they are. */
+/* A device of ggml that computes attention in host memory, GGML_OP_FLASH_ATTN_EXT. It has the type ACCEL, so llama.cpp puts it before
+   the CPU and keeps its caches where they are. Where another device has the weights, it also stores the rows of a few tokens in a cache
+   in host memory, GGML_OP_SET_ROWS: ggml gives attention to the device of the operation before it, and else to the other device, for which
+   it would copy the cache for each token. */
 #include "attention.h"
 #include "ggml_rows.h"
 
@@ -14,6 +16,8 @@
 #if GGML_BACKEND_API_VERSION != 2
 #error "kvfast knows version 2 of GGML_BACKEND_API_VERSION; this is another one"
 #endif
+
+enum { FEW_ROWS = 31 }; /* of more, copying the cache costs less than attention in host memory */
 
 typedef struct {
     int num_threads;
@@ -34,13 +38,48 @@ static void free_backend(ggml_backend_t backend)
     free(backend);
 }
 
+static bool in_host_memory(const struct ggml_tensor *tensor)
+{
+    const ggml_backend_buffer_t buffer = tensor->view_src ? tensor->view_src->buffer : tensor->buffer;
+    return buffer && ggml_backend_buffer_is_host(buffer);
+}
+
+/* Whether an operation stores a few rows in host memory that come from weights elsewhere. */
+static bool stores_rows(const struct ggml_tensor *op)
+{
+    const struct ggml_tensor *rows = op->src[0], *ids = op->src[1];
+    if (!in_host_memory(op) || !kv_takes_type(op->type) || rows->type != GGML_TYPE_F32 || rows->nb[0] != sizeof(float)) return false;
+    if (ids->type != GGML_TYPE_I64 || rows->ne[1] > FEW_ROWS) return false;
+    for (const struct ggml_tensor *next; rows && rows->op != GGML_OP_NONE; rows = next) {
+        next = rows->src[0];
+        if (rows->op != GGML_OP_MUL_MAT || next->op != GGML_OP_NONE) continue;
+        if (next->buffer) return !ggml_backend_buffer_is_host(next->buffer);
+        next = rows->src[1]; /* the other one is a rotation */
+    }
+    return false;
+}
+
+static void store_rows(const struct ggml_tensor *op)
+{
+    const struct ggml_tensor *rows = op->src[0], *ids = op->src[1];
+    for (int64_t i3 = 0; i3 < rows->ne[3]; i3++)
+        for (int64_t i2 = 0; i2 < rows->ne[2]; i2++)
+            for (int64_t i = 0; i < rows->ne[1]; i++) {
+                const char *id = (const char *)ids->data + i * ids->nb[0] + i2 % ids->ne[1] * ids->nb[1] + i3 % ids->ne[2] * ids->nb[2];
+                const char *row = (const char *)rows->data + i * rows->nb[1] + i2 * rows->nb[2] + i3 * rows->nb[3];
+                char *to = (char *)op->data + *(const int64_t *)id * op->nb[1] + i2 * op->nb[2] + i3 * op->nb[3];
+                ggml_quantize_chunk(op->type, (const float *)row, to, 0, 1, rows->ne[0], NULL);
+            }
+}
+
 static enum ggml_status graph_compute(ggml_backend_t backend, struct ggml_cgraph *graph)
 {
     context *own = backend->context;
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         const struct ggml_tensor *node = ggml_graph_node(graph, i);
-        if (node->op != GGML_OP_FLASH_ATTN_EXT || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) continue;
-        if (!kv_flash_attention(node, own->num_threads, &own->workspace)) return GGML_STATUS_ALLOC_FAILED;
+        if (!(node->flags & GGML_TENSOR_FLAG_COMPUTE)) continue;
+        if (node->op == GGML_OP_SET_ROWS) store_rows(node);
+        else if (node->op == GGML_OP_FLASH_ATTN_EXT && !kv_flash_attention(node, own->num_threads, &own->workspace)) return GGML_STATUS_ALLOC_FAILED;
     }
     return GGML_STATUS_SUCCESS;
 }
@@ -130,6 +169,8 @@ static bool device_supports_op(ggml_backend_dev_t device, const struct ggml_tens
         return true;
     case GGML_OP_FLASH_ATTN_EXT:
         return kv_takes(op);
+    case GGML_OP_SET_ROWS:
+        return stores_rows(op);
     default:
         return false;
     }
@@ -242,7 +283,7 @@ static int numbers_fit(void)
     static const struct {
         enum ggml_op op;
         const char *name;
-    } ops[] = {{GGML_OP_NONE, "NONE"}, {GGML_OP_RESHAPE, "RESHAPE"}, {GGML_OP_VIEW, "VIEW"}, {GGML_OP_PERMUTE, "PERMUTE"}, {GGML_OP_TRANSPOSE, "TRANSPOSE"}, {GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT"}};
+    } ops[] = {{GGML_OP_NONE, "NONE"}, {GGML_OP_RESHAPE, "RESHAPE"}, {GGML_OP_VIEW, "VIEW"}, {GGML_OP_PERMUTE, "PERMUTE"}, {GGML_OP_TRANSPOSE, "TRANSPOSE"}, {GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT"}, {GGML_OP_SET_ROWS, "SET_ROWS"}, {GGML_OP_MUL_MAT, "MUL_MAT"}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
         if (strcmp(ggml_type_name(types[i].type), types[i].name) || ggml_row_size(types[i].type, 32) != types[i].bytes) return 0;
     for (size_t i = 0; i < sizeof ops / sizeof *ops; i++)

@@ -148,9 +148,7 @@ static bool reserve(call *c, int num_threads, kv_workspace *workspace)
 {
     const size_t used = c->matrix ? sizeof(kv_wide_scratch) : parts(c->item.block_rows, KV_ROWS) * sizeof(kv_scratch);
     const size_t queries = c->q->ne[3] * c->item.num_queries, items = c->grows ? queries : (size_t)c->q->ne[3];
-    const size_t splits = c->item.splits == 1 ? 0 : c->item.run == c->item.splits ? 1
-                                                : c->grows                        ? MAX_SPLITS
-                                                                                  : c->item.splits;
+    const size_t splits = c->item.splits == 1 ? 0 : c->item.run == c->item.splits ? 1 : c->grows ? MAX_SPLITS : c->item.splits;
     const size_t partials = queries * c->walk.num_q_heads * splits * kv_partial_size(&c->v.rows) * sizeof(double);
     const size_t packed = c->mask && c->q->ne[1] == 1 ? (size_t)((c->k.row_bytes + c->v.row_bytes) * c->tile) : 0;
     c->packed_at = parts(offsetof(scratch, narrow) + used, 64) * 64;

@@ -142,13 +142,15 @@ def accuracy(figure, data):
     """KL divergence and change of NLL over bits."""
     places = {
         "bfloat16": (-6, 6),
-        "int8": (6, -12),
-        "int8-plain": (6, 4),
+        "int8": (7, -7),
+        "int8-rotated": (7, -2),
         "k8v4": (-4, -14),
-        "int4": (6, -12),
+        "k8v4-rotated": (-14, 7),
+        "int4": (6, 4),
+        "k4v3": (-2, 6),
         "int4-plain": (7, -3),
         "q8_0": (-30, -4),
-        "q8_0/q4_0": (7, 2),
+        "q8_0/q4_0": (7, -6),
         "q4_0": (7, -3),
     }
     above, below = figure.subplots(2, 1)

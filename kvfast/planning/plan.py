@@ -210,7 +210,7 @@ def plan(
     dtype     token        all  fits  context    batch   at most  weights
     ---------------------------------------------------------------------
     int8     17,408  548.0 MiB   yes   61,376        1      35.0      5.3
-    int4 *    8,960  284.0 MiB   yes  119,360        3      67.7      5.7
+    int4 *    8,960  284.0 MiB   yes  119,360        3      67.6      5.7
     ---------------------------------------------------------------------
     1.0 GiB of memory for keys and values, next to 3.0 GiB of weights; 20.0 GB/s read.
     Tokens per second, of all sequences, are at most these: they come from the read bandwidth alone. Computing takes time, too.

@@ -47,7 +47,7 @@ class Engine:
         kind = TYPES[types]
         path = str(llama.fetch_model())
         self.llm = Llama(path, n_ctx=longest + 2 * NEW_TOKENS, verbose=False, flash_attn=flash_attn, type_k=kind, type_v=kind)
-        with open(os.path.join(os.path.dirname(kvfast.__file__), "llama", "chapters.txt"), "rb") as text:
+        with open(os.path.join(os.path.dirname(kvfast.__file__), "tools/llama/chapters.txt"), "rb") as text:
             self.ids = self.llm.tokenize(text.read())
         self.answer(200, 1000)
         self.cache = None

@@ -15,21 +15,21 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 51_150,
+    "kvfast": 51_152,
     "kvfast/attention": 4_165,
     "kvfast/caches": 3_185,
     "kvfast/codec": 2_640,
     "kvfast/compression": 1_970,
     "kvfast/core": 2_920,
     "kvfast/engines": 8_165,
-    "kvfast/files": 1_445,
+    "kvfast/files": 1_447,
     "kvfast/handles": 1_050,
     "kvfast/planning": 1_897,
     "kvfast/prompts": 2_999,
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_195,
     "kvfast/tools": 5_218,
-    "tests": 44_811,
+    "tests": 44_825,
     "docs": 3_519,
 }
 MOST_OF_A_GUIDE = 100

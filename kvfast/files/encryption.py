@@ -22,8 +22,10 @@ FILE_MAGIC, FILE_HEAD_BYTES, PIECE_BYTES = b"kvfastF1", HEAD_BYTES + 8, 1 << 16
 
 
 def named_keys(keys: bytes | Sequence[bytes]) -> dict[bytes, bytes]:
-    """Keys by the names that heads have of them; a ValueError, which shows none, if they are not keys."""
-    several = [keys] if isinstance(keys, bytes) else list(keys)
+    """Keys by the names that heads have of them; a TypeError or ValueError, which shows none, if they are not keys."""
+    several = [keys] if isinstance(keys, bytes) else keys
+    if not isinstance(several, (list, tuple)):
+        raise TypeError(f"key must be {KEY_BYTES} bytes, or a list of such keys, got {type(keys).__name__}")
     if not several or not all(isinstance(one, bytes) and len(one) == KEY_BYTES for one in several):
         raise ValueError(f"a key must be {KEY_BYTES} bytes, or several of them")
     from hmac import digest  # `import kvfast` shall not load it

@@ -90,7 +90,7 @@ def test_cases_are_known_by_their_names():
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("work", ["decode", "cached", "batch", "prefill", "append", "read"])
 def test_work_is_done_right(work, form):
-    case = Case(work, TINY, form, 200, 40 if work in ("batch", "prefill", "append") else 1)
+    case = Case(work, TINY, form, 230, 40 if work in ("batch", "prefill", "append") else 1)
     work = case.prepare(least_bytes=100_000)
     work.check()
     work.call()

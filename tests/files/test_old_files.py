@@ -3,6 +3,7 @@
 Run as a script before a release, this writes the files of its version.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,17 @@ import kvfast
 pytest.importorskip("safetensors")
 
 FOLDER = Path(__file__).parent.parent / "data" / "files"
-TOKENS, FORMATS = 70, ["int8", "k8v4", "int4", "k4v3", "int3", "int2", "int8-rotated", "float16"]
+TOKENS, PRESETS = 70, ["int8", "k8v4", "int4", "k4v3", "int3", "int2", "int8-rotated", "float16"]
+
+
+def as_it_was(name):
+    """A preset as 0.1.0 has it in these files: with fewer floats."""
+    form = kvfast.KVFormat.of(name)
+    newest = {"num_recent_float_tokens": 0} if name in ("int4", "k4v3") else {}
+    return replace(form, num_first_float_tokens=min(4, form.num_first_float_tokens), **newest)
+
+
+FORMATS = [as_it_was(name) for name in PRESETS]
 
 
 def rows(first, *shape):
@@ -24,7 +35,7 @@ def rows(first, *shape):
 def caches():
     """By the kind in the name of a file."""
     full = kvfast.KVCache(len(FORMATS), 1, 16, dtype=FORMATS)
-    ring = kvfast.RingKVCache(2, 1, 16, 40, num_sink_tokens=4, dtype=["int8-rotated", "int4"])
+    ring = kvfast.RingKVCache(2, 1, 16, 40, num_sink_tokens=4, dtype=["int8-rotated", as_it_was("int4")])
     for cache in (full, ring):
         for layer in range(cache.num_layers):
             cache.append(layer, rows(layer, TOKENS, 1, 16), rows(50 + layer, TOKENS, 1, 16))

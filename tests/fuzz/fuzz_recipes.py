@@ -7,6 +7,7 @@ a recipe is found by `parameters_without_recipe`.
 import copy
 import mmap
 import pickle
+from importlib.util import find_spec
 
 import numpy as np
 from cache_kinds import DTYPES
@@ -333,6 +334,7 @@ RECIPES = {
     "path": Call.path,
     "source": lambda c: c.rng.choice([c.path(), c.any("Snapshot")]),
     "mmap": small(True, False),
+    "key": none_or(bytes(32)) if find_spec("cryptography") else small(None),
     "folder": Call.path,
     "max_bytes": none_or(0, 10**6),
     "model": small("", "m"),

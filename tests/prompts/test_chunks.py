@@ -206,10 +206,11 @@ def same_codes(cache, other):
 @pytest.mark.parametrize("dtype", ["int4", "int8-rotated"])
 @pytest.mark.parametrize("wrong", ["flipped", "cut", "longer", "empty", "swapped", "another", "random"])
 def test_lies_are_never_attended_to(wrong, dtype):
-    prompts, whole = prompts_of(dtype=dtype), STREAM.feed(make("growing", dtype), 300)
-    prompts.save(whole, TOKENS)
+    tokens = [*range(310)]  # `int4` has codes of four whole blocks then
+    prompts, whole = prompts_of(dtype=dtype), STREAM.feed(make("growing", dtype), 310)
+    prompts.save(whole, tokens)
     other = prompts_of(dtype=dtype)
-    other.save(Stream(12, 300, layers=2).feed(make("growing", dtype), 300), TOKENS, model="")
+    other.save(Stream(12, 310, layers=2).feed(make("growing", dtype), 310), tokens, model="")
     rng, store = np.random.default_rng(5), prompts.store
     lies = {
         "flipped": lambda key, value: bytes(
@@ -229,8 +230,8 @@ def test_lies_are_never_attended_to(wrong, dtype):
         cache = make("growing", dtype)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = prompts.restore(cache, TOKENS)
-        if found < 299 and not seed:  # each kind of warning comes once
+            found = prompts.restore(cache, tokens)
+        if found < 309 and not seed:  # each kind of warning comes once
             assert "cannot be used" in str(caught[0].message)
         assert found == len(cache) and (found == 0 or same_rows(cache, kvfast.load(whole.snapshot().truncated(found))))
         store.values = values
@@ -397,7 +398,7 @@ def test_saving_in_the_background():
     [("int4", None, None), ("int8-rotated", 64, None), ("int8-rotated", 32, None), ("int8-rotated", 16, 100)],
 )
 def test_a_pool_goes_on_to_the_store(dtype, block_size, window):
-    store = DictStore()
+    store, tokens = DictStore(), [*range(310)]  # `int4` has codes of four whole blocks then
 
     def new_pool(num_blocks=40):
         pool = kvfast.PagedKVCache(2, 2, 20, num_blocks=num_blocks, block_size=block_size, dtype=dtype, sliding_window=window)
@@ -407,11 +408,11 @@ def test_a_pool_goes_on_to_the_store(dtype, block_size, window):
 
     def compute(sequence):
         first = len(sequence)
-        STREAM.feed(sequence, 300, advance=False)
-        sequence.advance(300 - first, token_ids=TOKENS[first:])
+        STREAM.feed(sequence, 310, advance=False)
+        sequence.advance(310 - first, token_ids=tokens[first:])
         return sequence
 
-    whole = compute(new_pool().match_prefix(TOKENS))
+    whole = compute(new_pool().match_prefix(tokens))
     rows = rows_of(whole)
     whole.free()
     if window:  # a sequence with a window needs the end of a prompt, and a free sequence writes chunks alone
@@ -419,24 +420,24 @@ def test_a_pool_goes_on_to_the_store(dtype, block_size, window):
         return
     assert len(store.keys("c")) == 4 and not store.keys("e")
     pool = new_pool()
-    first = pool.match_prefix([*TOKENS, 5])
+    first = pool.match_prefix([*tokens, 5])
     assert len(first) == first.num_cached_tokens == 256
     compute(first)
-    second = pool.match_prefix([*TOKENS, 6])  # now from the pool
-    assert len(second) == 300 // pool.block_size * pool.block_size
+    second = pool.match_prefix([*tokens, 6])  # now from the pool
+    assert len(second) == 310 // pool.block_size * pool.block_size
     for sequence in (first, second):
         n = min(len(sequence), 256)
         assert all(np.array_equal(a[:n], b[:n]) for a, b in zip(rows_of(sequence), rows))
     # A pool that knows the first blocks takes only the rest from the store.
     third = new_pool()
-    short = third.match_prefix(TOKENS[:130])
+    short = third.match_prefix(tokens[:130])
     assert len(short) == 128
-    long = third.match_prefix([*TOKENS, 7])
+    long = third.match_prefix([*tokens, 7])
     assert len(long) == 256 and all(np.array_equal(a, b[:256]) for a, b in zip(rows_of(long), rows))
     if block_size in (None, 64):
         assert np.array_equal(long.block_indices()[:2], short.block_indices()[:2])
     # Too small a pool takes what fits.
-    small = new_pool(3 if pool.block_size == 64 else 6).match_prefix(TOKENS)
+    small = new_pool(3 if pool.block_size == 64 else 6).match_prefix(tokens)
     assert len(small) == (192 if block_size in (None, 64) else 0)
 
 

@@ -29,7 +29,7 @@ MOST = {
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_195,
     "kvfast/tools": 5_218,
-    "tests": 44_825,
+    "tests": 44_832,
     "docs": 3_519,
 }
 MOST_OF_A_GUIDE = 100

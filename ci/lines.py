@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 51_152,
+    "kvfast": 51_153,
     "kvfast/attention": 4_165,
     "kvfast/caches": 3_185,
     "kvfast/codec": 2_640,
     "kvfast/compression": 1_970,
     "kvfast/core": 2_920,
     "kvfast/engines": 8_165,
-    "kvfast/files": 1_447,
+    "kvfast/files": 1_448,
     "kvfast/handles": 1_050,
     "kvfast/planning": 1_897,
     "kvfast/prompts": 2_999,

@@ -7,12 +7,13 @@ pieces, which are authenticated with their number, and with the length of the fi
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvfast.errors import CorruptFileError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
 KEY_BYTES = 32
 MAGIC_BYTES, ID_BYTES, SALT_BYTES, TAG_BYTES = 8, 8, 32, 16
@@ -24,8 +25,8 @@ FILE_MAGIC, FILE_HEAD_BYTES, PIECE_BYTES = b"kvfastF1", HEAD_BYTES + 8, 1 << 16
 def named_keys(keys: bytes | Sequence[bytes]) -> dict[bytes, bytes]:
     """Keys by the names that heads have of them; a TypeError or ValueError, which shows none, if they are not keys."""
     several = [keys] if isinstance(keys, bytes) else keys
-    if not isinstance(several, (list, tuple)):
-        raise TypeError(f"key must be {KEY_BYTES} bytes, or a list of such keys, got {type(keys).__name__}")
+    if not isinstance(several, Sequence):
+        raise TypeError(f"key must be {KEY_BYTES} bytes, or a sequence of such keys, got {type(keys).__name__}")
     if not several or not all(isinstance(one, bytes) and len(one) == KEY_BYTES for one in several):
         raise ValueError(f"a key must be {KEY_BYTES} bytes, or several of them")
     from hmac import digest  # `import kvfast` shall not load it

@@ -120,6 +120,10 @@ def runtimes_data():
     return rows
 
 
+def serve_data():
+    return load("serve")
+
+
 def memory(figure, data):
     axes = figure.add_subplot(xscale="log", yscale="log", title="Memory of one sequence, Llama-3-8B")
     _lines(axes, data["contexts"], data["gigabytes"])
@@ -257,6 +261,20 @@ def runtimes(figure, data):
     axes.tick_params(axis="y", length=0)
 
 
+def serve(figure, data):
+    axes = figure.add_subplot(xscale="log", yscale="log", title="From a request to the first token: SmolLM2-135M, one request")
+    for (name, seconds), colour in zip(data["seconds"].items(), (OTHERS, COLOURS["int8"])):
+        axes.plot(data["tokens"], seconds, color=colour, marker="o", markersize=3.5, label=name)
+    axes.set_xticks(data["tokens"], [f"{n:,}" for n in data["tokens"]])
+    axes.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    axes.minorticks_off()
+    axes.set_ylim(0.1, 100)
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("seconds")
+    axes.legend(loc="upper left")
+    _grid(axes)
+
+
 def _bars(axes, rows, size):
     names, times = zip(*reversed(rows))
     axes.barh(names, times, color=[COLOURS["int8"] if name.startswith("kvfast") else OTHERS for name in names], height=0.7)
@@ -312,6 +330,7 @@ PICTURES = {
     "fidelity": (precision_data, fidelity, (7, 3.8)),
     "peers": (peers_data, peers, (7.4, 5.4)),
     "runtimes": (runtimes_data, runtimes, (7.4, 2.9)),
+    "serve": (serve_data, serve, (5.6, 3)),
     "rooms": (diagrams.rooms_data, diagrams.rooms, (9, 12)),
     "life": (diagrams.life_data, diagrams.life, (10, 3.6)),
     "nouns": (diagrams.nouns_data, diagrams.nouns, (10, 3.1)),

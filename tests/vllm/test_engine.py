@@ -94,8 +94,8 @@ PREEMPTED = "int8_per_token_head", "turboquant_3bit_nc"
 def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_of, monkeypatch, name, dtype):
     """In a cache of ten blocks, four texts begin with one each and grow to three: some are preempted and computed again. With
     turboquant's modes vLLM leaves the first and last two layers in the model's dtype, whose blocks have another size. Formats differ
-    in the bytes of a block alone; so one with such layers and one without is enough for what preempts. Where newest tokens are floats,
-    a text whose last blocks are given away is read as codes when it is found again, so these go without the prefix cache."""
+    in the bytes of a block alone; so one with such layers and one without is enough for what preempts. The others have room for all
+    texts: where newest tokens are floats, a text whose last blocks are given away is read as codes when it is found again."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def use(llm):
@@ -118,12 +118,7 @@ def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_o
         return original(*args, **options)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
-    options = {
-        "num_gpu_blocks_override": 10,
-        "block_size": 64,
-        "max_model_len": 448,
-        "enable_prefix_caching": name not in ("turboquant_k8v4", "kvfast_int8"),
-    }
+    options = {"num_gpu_blocks_override": 10 if name in PREEMPTED else 40, "block_size": 64, "max_model_len": 448}
     in_engine(folder_of("deep"), use, kv_cache_dtype=name, **options)
 
 

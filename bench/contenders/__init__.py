@@ -34,7 +34,7 @@ PEERS = {
     "PyTorch SDPA, grouped": ("contenders.pytorch", {DECODE: ["float32", "bfloat16"], BATCH: ["bfloat16"]}),
     "PyTorch matmul": ("contenders.pytorch", {DECODE: ["bfloat16"], BATCH: ["bfloat16"]}),
     # No batches: as this operation is asked there, it gives no rows for several sequences.
-    "OpenVINO": ("contenders.openvino_paged", {DECODE: ["f32", "bf16", "u8", "u4"], PREFILL: ["bf16", "u8", "u4"]}),
+    "OpenVINO": ("contenders.openvino_paged", {DECODE: ["f32", "bf16", "u8", "u4"], PREFILL: ["bf16", "u8", "sage u8", "u4"]}),
     "ONNX Runtime": ("contenders.onnx_gqa", {DECODE: ["f32", "int8", "int4"], BATCH: ["f32", "int8", "int4"], PREFILL: ["int8"]}),
     "llama.cpp": (
         "contenders.ggml",
@@ -66,6 +66,7 @@ SAME_WIDTH = {
     "int8": "int8",
     "int8-plain": "int8",
     "u8": "int8",
+    "sage u8": "int8",
     "q8_0": "int8",
     "q8_KV": "int8",
     "quantize_q8_0": "int8",

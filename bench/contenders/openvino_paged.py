@@ -1,5 +1,7 @@
 """OpenVINO: the PagedAttention operation in a model of its own, a layer after the other.
 
+"sage u8" has its option for prompts on, products of quantised queries and keys (SageAttention, arXiv 2410.02367).
+
 The operation writes the new rows into its blocks before it attends. That also fills the cache: a block is one sequence
 of its own, so that no attention over the whole prompt is paid for.
 """
@@ -81,7 +83,8 @@ class Contender:
             raise Missing("this CPU has no bfloat16")
         # Arithmetic in what the plugin would choose by itself, but for the float32 cache, which it refuses otherwise.
         self.settings = {
-            "KV_CACHE_PRECISION": getattr(ov.Type, storage),
+            "KV_CACHE_PRECISION": getattr(ov.Type, storage.split()[-1]),
+            "ENABLE_SAGE_ATTN": "sage" in storage,
             "INFERENCE_PRECISION_HINT": ov.Type.bf16 if has_bf16 and storage != "f32" else ov.Type.f32,
             "ENABLE_CPU_PINNING": False,
         }

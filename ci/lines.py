@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 51_153,
+    "kvfast": 51_226,
     "kvfast/attention": 4_165,
     "kvfast/caches": 3_185,
     "kvfast/codec": 2_640,
@@ -28,8 +28,8 @@ MOST = {
     "kvfast/prompts": 2_999,
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_195,
-    "kvfast/tools": 5_218,
-    "tests": 44_832,
+    "kvfast/tools": 5_291,
+    "tests": 44_848,
     "docs": 3_519,
 }
 MOST_OF_A_GUIDE = 100

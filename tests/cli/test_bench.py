@@ -349,6 +349,22 @@ def test_scaling(tmp_path, monkeypatch):
         )
 
 
+def test_stream(monkeypatch):
+    pytest.importorskip("rich")
+    from kvfast.tools.cli.bench import stream
+
+    def interleaved(calls, rounds):
+        for call in calls:
+            call()
+        return np.array([[0, 2.0, 4, 6], [0, 8, 4, 10], [0, 2, 4, 5]])
+
+    monkeypatch.setattr(stream, "interleaved", interleaved)
+    size = "--model", "SmolLM2-135M", "--formats", "int8,float16", "--contexts", "64", "--threads", "1,2", "--megabytes", "1"
+    code, out, err = run_here("--stream", *size)
+    assert code == 0, err
+    assert out.count("int8 fast") == 2 and out.count("float16") == 2 and out.count(" 1.25 ") == 6  # of 6/4, 10/8 and 5/4
+
+
 def test_errors_are_one_plain_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     missing = tmp_path / "no" / "such"
@@ -359,6 +375,7 @@ def test_errors_are_one_plain_line(tmp_path, monkeypatch):
         (("--rows", "real", "--model", "Llama-3-8B"), "of SmolLM2-135M"),
         (("--rows", "real", "--work", "append"), "decode and prefill"),
         (("--contexts", "64", "--work", "prefill"), "at least as many"),
+        (("--stream", "--json", "x.json"), "without --json"),
         (("--plot", "bench.txt"), "png"),
         (("--json", missing / "x.json"), "no folder"),
         (("--report", missing / "x.json"), "no folder"),

@@ -44,6 +44,7 @@ GUESTS = ("engines", "tools", "evaluation", "llama", "llama_cpp", "torch", "tran
 TAKEN = {
     "tools.cli.bench.cases": {"codec.dtypes"},
     "tools.cli.bench.measure": {"core.hardware"},
+    "tools.cli.bench.stream": {"core.hardware"},
     "tools.evaluation.calibration": {"codec.calibration"},
     "tools.evaluation.compressed_prompts": {"compression.compressor"},
     "tools.llama.model": {"codec.rope", "planning.gguf_file"},

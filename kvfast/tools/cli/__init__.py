@@ -340,6 +340,7 @@ def _add_bench(commands):
         action="store_true",
         help="time over threads of one token, a batch and a prompt at 4,096 tokens, int8 and int4; --plot draws it with the bounds",
     )
+    add("--stream", action="store_true", help="whether one token waits for memory: its time in cache, by bandwidth, and from memory")
     add("--rounds", type=_positive, metavar="N", help="timed rounds (default: 3 to 15, for about a second)")
     add("--megabytes", type=_positive, metavar="N", help="megabytes that a decode call reads at least (default: 512)")
     add("--short", action="store_true", help="fewer contexts, in half a minute")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kvfast
-from kvfast.tools.cli.bench import scaling
+from kvfast.tools.cli.bench import scaling, stream
 from kvfast.tools.cli.bench.cases import FORMATS, LEAST_BYTES, MODELS, SMOLLM2_135M, WORKS, Case
 from kvfast.tools.cli.bench.json_file import write_json
 from kvfast.tools.cli.bench.measure import cpu_name, default_threads, measure
@@ -31,6 +31,8 @@ def run_bench(args):
     for path in filter(None, (args.json, args.report)):
         check_folder(path)
     megabytes = args.megabytes or LEAST_BYTES // 10**6
+    if args.stream:
+        return _run_stream(args, megabytes * 10**6)
     threads = args.threads or (scaling.thread_counts(kvfast.get_num_threads()) if args.scaling else default_threads())
     cases, options = _cases(args), {"rounds": args.rounds, "seconds": SHORT_SECONDS if args.short else 1.0}
     isas = _vector_isas() if args.report else [kvfast.active_isa()]
@@ -52,9 +54,20 @@ def run_bench(args):
         (scaling.plot_scaling if args.scaling else plot)(results, args.plot)
 
 
+def _run_stream(args, least_bytes):
+    if refused := [name for name in ("work", "plot", "json", "report", "scaling") if getattr(args, name)]:
+        raise ValueError(f"--stream prints a table of one token, without --{refused[0]}")
+    cases, threads = _cases(args), args.threads or [1]
+    with progress_bar(len(cases)) as progress:
+        table = stream.stream_table(cases, threads, rounds=args.rounds, least_bytes=least_bytes, progress=progress)
+    print(f"{cpu_name()}, tier {kvfast.active_isa()}; medians of interleaved rounds")
+    _console().print(table)
+
+
 def _cases(args):
     """The cases that the arguments choose, those that differ in the format or the rows alone side by side."""
-    works = _names(args.work or (scaling.WORKS if args.scaling else "decode,prefill"), WORKS, "--work")
+    kind = scaling if args.scaling else stream if args.stream else None
+    works = _names(args.work or (kind.WORKS if kind else "decode,prefill"), WORKS, "--work")
     rows = _names(args.rows, ("random", "real"), "--rows")
     model = MODELS[_known(args.model or ("SmolLM2-135M" if "real" in rows else "Llama-3-8B"), MODELS, "--model")]
     if "real" in rows and (model is not SMOLLM2_135M or {*works} - {"decode", "prefill"}):
@@ -63,7 +76,7 @@ def _cases(args):
     formats = list(dict.fromkeys(name.strip() for name in formats.split(",")))
     for name in formats:
         kvfast.KVFormat.of(name)  # refuses an unknown one before anything is measured
-    contexts = args.contexts or (scaling.CONTEXTS if args.scaling else SHORT_CONTEXTS if args.short or "real" in rows else CONTEXTS)
+    contexts = args.contexts or (kind.CONTEXTS if kind else SHORT_CONTEXTS if args.short or "real" in rows else CONTEXTS)
     tokens = args.tokens or 512
     cases = []
     for work in works:
@@ -99,10 +112,14 @@ def _vector_isas():
 def _print_results(isa, results, tables):
     print(f"{cpu_name()}, tier {isa}; medians; fractions are of what the machine did in the same rounds")
     print(machine_text(results))
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = _console()
     for table in tables:
         console.print()
         console.print(table)
+
+
+def _console():
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 51_226,
-    "kvfast/attention": 4_165,
+    "kvfast": 51_236,
+    "kvfast/attention": 4_173,
     "kvfast/caches": 3_185,
     "kvfast/codec": 2_640,
     "kvfast/compression": 1_970,
@@ -29,8 +29,8 @@ MOST = {
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_195,
     "kvfast/tools": 5_291,
-    "tests": 44_848,
-    "docs": 3_519,
+    "tests": 44_858,
+    "docs": 3_521,
 }
 MOST_OF_A_GUIDE = 100
 

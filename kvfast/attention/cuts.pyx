@@ -35,7 +35,8 @@ cdef enum:
     # Tokens of context from which a matrix unit and words pay for their operands. This and the rows below are set by
     # python -m kvfast bench --work prefill --tokens N, with N from 16 to 128.
     LEAST_WIDE_CONTEXT = 200
-    # Query rows from which words are faster than floats.
+    # Query rows from which a matrix unit is faster than vectors, and words than floats.
+    LEAST_MATRIX_ROWS = 24
     LEAST_WORD_ROWS = 28
     # The time of a panel of words, in half rows of codes in vectors.
     HALF_ROWS_OF_PANEL = 25
@@ -135,17 +136,20 @@ cdef bint panels_of_chosen(const kv_call *call) noexcept nogil:
 
 cdef int cut_rows(const kv_call *call, kv_item *item) noexcept nogil:
     """Set the number of query rows of each task of an item; returns what panels of them are multiplied with, as `panels_of` does."""
-    cdef Py_ssize_t length = (<const kv_keys *>item.keys).context.length
-    cdef Py_ssize_t panels = (item.num_queries * call.group + KV_ROWS - 1) // KV_ROWS
+    cdef const kv_layout *layout = (<const kv_given *>call.given).layout
+    cdef Py_ssize_t length = (<const kv_keys *>item.keys).context.length, rows = item.num_queries * call.group, size
+    cdef Py_ssize_t panels = (rows + KV_ROWS - 1) // KV_ROWS, least = (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2
     cdef int kind = _kind_of_panels(call)
-    cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_PANELS_OF_ROWS else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2, size
+    # Panels round float rows in other ways, and each of a few queries gets the bits that it would get alone.
+    cdef bint alone = ((layout.k.family == KV_FLOAT_ROWS or values_of(layout).family == KV_FLOAT_ROWS)
+                       and item.num_queries <= KV_FEW_QUERIES and item.members == NULL)
+    if call.kernels.has_matrix or kind == KV_PANELS_OF_ROWS:
+        least = LEAST_MATRIX_ROWS if call.kernels.has_matrix else LEAST_WORD_ROWS
     item.block_rows, item.row_blocks = KV_ROWS, panels
     if kind == NO_PANELS or panels == 1 or ((<const kv_given *>call.given).chosen != NULL and not panels_of_chosen(call)):
         return NO_PANELS
     # A single token of latent rows has enough query heads, and every single token then goes this way.
-    if not _has_many_heads(call) and (
-            length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)
-            or (not call.kernels.has_matrix and item.num_queries * call.group < least)):
+    if not _has_many_heads(call) and (length < LEAST_WIDE_CONTEXT or alone or rows < least):
         return NO_PANELS
     if kind == NO_PACKED_PANELS:
         return kind

@@ -4,7 +4,7 @@ are the first tokens, the newest, and tokens of patched blocks."""
 from cpython.pyport cimport PY_SSIZE_T_MAX
 
 from kvfast.attention.tasks cimport (given_of, keys_of, kv_call, kv_given, kv_item, kv_own, kv_query, kv_query_of, kv_split_begin,
-                                     kv_stretch, kv_task, own_of)
+                                     kv_stretch, kv_task, own_of, panels_read_floats)
 from kvfast.attention.tiles cimport attend_range, begin_at_first, kv_range, load, step_of, touch, touch_first_floats, touch_sinks
 from kvfast.codec.blocks cimport block_of, coded_at, kv_context, kv_layout, patched_from
 from kvfast.core.limits cimport KV_PIECE, KV_TASK_ROWS
@@ -162,7 +162,7 @@ cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py
     ranges[1] = kv_range(layout.floats, given.float_tile, end, end)
     if some_floats < end:
         ranges[1].begin = max(begin, some_floats)
-        ranges[1].begin -= ranges[1].begin % (given.float_tile if task.wide != NULL and layout.floats_of_steps else KV_PIECE)
+        ranges[1].begin -= ranges[1].begin % (given.float_tile if panels_read_floats(task) else KV_PIECE)
     codes_end, position = ranges[0].end, begin
     patch = kv_range(layout.floats, given.float_tile, 0, 0)
     while True:

@@ -6,7 +6,7 @@ from kvfast.codec.blocks cimport kv_context, kv_layout, kv_slab
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport (kv_kernels, kv_panel, kv_room, kv_rope_scratch, kv_score_options, kv_scratch, kv_side, kv_transform,
                                   kv_wide_scratch)
-from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
+from kvfast.core.limits cimport KV_FEW_QUERIES, KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
 
 
 cdef extern from "attention/walk/walk.h" nogil:
@@ -174,3 +174,9 @@ cdef inline kv_own *own_of(const kv_task *task) noexcept nogil:
 
 cdef inline const kv_keys *keys_of(const kv_task *task) noexcept nogil:
     return <const kv_keys *>task.item.keys
+
+
+cdef inline bint panels_read_floats(const kv_task *task) noexcept nogil:
+    """Whether panels read the float rows next to codes, which they round: in formats whose prompts depend on their cut, and not for
+    a few queries, which get the bits that each would get alone."""
+    return task.wide != NULL and given_of(task).layout.floats_of_steps and task.item.num_queries > KV_FEW_QUERIES

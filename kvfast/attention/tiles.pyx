@@ -10,7 +10,7 @@ from libc.string cimport memset
 
 from kvfast.attention.cuts cimport token_bytes
 from kvfast.attention.tasks cimport (given_of, keys_of, kv_given, kv_num_blocks, kv_own, kv_pass_rows, kv_query, kv_touch, kv_traffic,
-                                     own_of)
+                                     own_of, panels_read_floats)
 from kvfast.codec.blocks cimport (KV_TO_QUERIES, block_of, change_key_basis, k_block_at, k_offset_of, kv_context, kv_layout, piece_of,
                                   v_block_at, v_offset_of, values_of)
 from kvfast.core.arrays cimport kv_rows
@@ -168,7 +168,7 @@ cdef void attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *
         _count(task, range_)
     elif task.wide == NULL:
         _attend_tiles(task, range_, starts, stops, following)
-    elif range_.layout == given_of(task).layout.floats and not given_of(task).layout.floats_of_steps:
+    elif range_.layout == given_of(task).layout.floats and not panels_read_floats(task):
         _attend_beside_panels(task, range_, starts, stops)
     else:
         _attend_panels(task, range_, starts, stops)

@@ -75,6 +75,16 @@ def test_any_number_of_queries(attend, dtype):
     check_counts(attend, cache, q, (17, 1), num_threads=7)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int4", "int3"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way[1] != "invariant"], ids="-".join)
+def test_a_few_queries(way, dtype, attend):
+    """Up to 16 queries have the bits of one, in all formats, also where their codes go through panels."""
+    q, cache = queries(16, heads=32 * HEADS), cache_of(dtype, 700)
+    check_counts(attend, cache, q, (1, 2, 7))
+    if dtype == "int4" and way[1] == "exact" and families()[way[0]]["int4"] != "vectors":
+        assert "attend_" in str(cache.explain(0, q.shape))
+
+
 @ways(BEST, ["float32", "bfloat16", "int8", "k8v4", "int4", "int3"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "none")
 def test_what_a_query_sees(attend, dtype, options):

@@ -156,6 +156,8 @@ def models():
     reports, rows = [load(f"models/{path.stem}") for path in sorted((BENCH / "models").glob("*.json"))], {}
     for place, report in enumerate(reports):
         for one in report["texts"][0]["results"]:
+            if one["dtype"].endswith(("-plain", "-rotated", "bfloat16")):  # in other tables
+                continue
             rows.setdefault(_cache(one), ["-"] * len(reports))[place] = _stored(one, one)
     given = (report["model"] for report in reports)
     heads = (f"{model['name']} ({model['num_layers']}, {model['num_kv_heads']} x {model['head_dim']})" for model in given)

@@ -91,14 +91,23 @@ def test_short_convolutions(folder_of, monkeypatch):
     assert carried[0] == 128
 
 
-def test_mamba_has_blocks_of_one_layer(folder_of):
-    """Without the prefix cache, with which vLLM 0.32 ends with an IndexError. It finds no states next to other layers."""
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("auto", {"block_size": 512}), ("int8_per_token_head", {}), ("int8_per_token_head", {"prefix_match_unit": 64})],
+)
+def test_mamba_with_known_prefixes(folder_of, dtype, options):
+    """The tokens without the prefix cache. kvfast cuts these blocks of 512 tokens in two, where vLLM would write zeros into other texts,
+    and copy too little of a block."""
+    given = prompts((300, 600, 700, 900))
 
     def use(llm):
-        return [generate(llm, prompts((5, 300, 700))) for _ in range(2)]
+        found = [[generate(llm, [ids])[0] for _ in range(2)] for ids in given]
+        return found, [answer(llm, ids)[2] for ids in given]
 
-    first, again = in_engine(folder_of("granite"), use, kv_cache_dtype="int8_per_token_head", enable_prefix_caching=False)
-    assert first == again
+    found, hits = in_engine(folder_of("granite"), use, kv_cache_dtype=dtype, enable_prefix_caching=True, **options)
+    assert hits == ([256, 576, 640, 896] if "prefix_match_unit" in options else [0, 512, 512, 512])
+    plain = in_engine(folder_of("granite"), lambda llm: generate(llm, given), kv_cache_dtype=dtype, enable_prefix_caching=False)
+    assert found == [[one, one] for one in plain]
 
 
 def tensors_of(layout, layers, tokens, gap=0):

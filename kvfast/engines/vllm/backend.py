@@ -19,7 +19,7 @@ from kvfast import NonFiniteInputError, PagedKVCache
 from kvfast.engine import buffer_layout, key_bias_note
 from kvfast.engines.vllm import trial, versions
 from kvfast.engines.vllm.formats import MODES, NAMES, TAIL, Directions, block_sizes, block_sizes_of_all, content_bytes, format_of
-from kvfast.engines.vllm.hybrids import Hybrids, finer, interleaved, layers_of_block
+from kvfast.engines.vllm.hybrids import Hybrids, finer, interleaved, layers_of_block, mend
 from kvfast.engines.vllm.memory import GroupMemory, arrays_of
 from kvfast.engines.vllm.registration import CONNECTOR
 
@@ -222,6 +222,7 @@ class KVFastImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
+        mend()
         if versions.Untested.needs_trial:
             trial.hold(KVFastBackend)
         if versions.Untested.is_off and self.kv_cache_dtype not in CPUAttentionBackend.supported_kv_cache_dtypes:

@@ -1,4 +1,4 @@
-"""Short blocks for models that mix attention with recurrent states.
+"""Models that mix attention with recurrent states: faults of vLLM that they meet, and short blocks for them.
 
 In vLLM a block of one layer must be as large as one layer's state. In a small format it therefore spans many tokens, and prefix hits get
 rare, because the prefix cache keeps states at the ends of blocks. In the layout BLHNC a block holds the keys and values of all layers, and
@@ -16,6 +16,7 @@ from kvfast.engines.vllm import versions
 from kvfast.engines.vllm.formats import content_bytes, format_of
 
 _MAMBA = {"MAMBA1", "MAMBA2"}  # vLLM 0.32 does not find their states next to other layers in a block, and so has no operator for them
+_ZEROS = "_zero_block_ids"  # vLLM has no public name for it
 _TOKENS = 128  # of a block on CPUs, if no state makes it longer
 
 
@@ -23,6 +24,35 @@ class Hybrids:
     """The model of this process, which sets it when its layers are made; vLLM does not say it where it asks for sizes."""
 
     config = None
+
+
+def mend():
+    """Step around three faults of vLLM on CPUs, which change texts. Where a backend has cut blocks into parts, it clears the parts that
+    have the numbers of new blocks. Where layers have the same memory, it copies as much of a block as the first of them has, which may
+    be a state. And Mamba-2 is said to save states within a step, but its operator for CPUs does not."""
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+    from vllm.v1.worker import cpu_model_runner, gpu_model_runner
+
+    setattr(cpu_model_runner.CPUModelRunner, _ZEROS, _zero_blocks)
+    gpu_model_runner.copy_kv_cache_blocks_inplace = _copy_blocks
+    if "get_kv_cache_spec" in vars(MambaMixer2):
+        del MambaMixer2.get_kv_cache_spec
+
+
+def _zero_blocks(runner, block_ids):
+    config, layers = runner.kv_cache_config, runner.compilation_config.static_forward_context
+    for group in config.kv_cache_groups:
+        if isinstance(group.kv_cache_spec, FullAttentionSpec):
+            for name in group.layer_names:
+                cache = getattr(layers.get(name), "kv_cache", None)
+                if isinstance(cache, torch.Tensor):
+                    cache.unflatten(0, (config.num_blocks, -1))[block_ids] = 0
+
+
+def _copy_blocks(caches, num_blocks, copies):
+    from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+    copy_kv_cache_blocks_inplace(sorted(caches, key=lambda one: -one.nbytes), num_blocks, copies)
 
 
 def layers_of_block():

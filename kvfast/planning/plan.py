@@ -24,6 +24,10 @@ from kvfast.storage.memory.pool import BlockPool
 _OTHERS = sorted([name for name in NAMES if name not in (*FLOATS, *PRESETS)], key=lambda name: -dtype_row(name).bits)
 DTYPES = (*FLOATS, *PRESETS, *_OTHERS)
 BANDWIDTH_PASSES = 5
+NOTE_OF_VLLM = (
+    f"blocks of {VLLM_BLOCK_SIZE} tokens; auto is the model's dtype, taken as bfloat16; turboquant modes leave the first and last "
+    f"{KEEPS_FIRST_AND_LAST} layers in it"
+)
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,7 @@ def plan(
     weight_bytes_read=None,
     engine="kvfast",
     checkpoints=1,
+    drafts=None,
 ):
     """Memory that the cache of a model will take, and its largest possible speed, for each storage format: a `MemoryPlan`.
 
@@ -181,6 +186,9 @@ def plan(
     checkpoints : int
         For a model with recurrent layers: the checkpoints of their states in each sequence, see `KVCache.add_checkpoint`. The states
         with which the runtime computes come on top.
+    drafts : as `model`, or int, optional
+        For vLLM: what drafts tokens, whose layers take room in the same blocks. The configuration of a draft model, of EAGLE or of
+        DFlash; or how many layers like its last one the model has for that (MTP).
 
     Raises
     ------
@@ -222,10 +230,16 @@ def plan(
     context, batch = check_size(context, "context", 1, MAX_TOKENS), check_size(batch, "batch", 1, MAX_TOKENS)
     shape = _with_weights(shape, weight_bytes, weight_bytes_read)
     check_choice(engine, "engine", ENGINES, one_of(ENGINES))
+    drafting = ()
+    if drafts is not None:
+        if engine != "vllm":
+            raise ValueError("drafts share the blocks of the model with engine='vllm' alone: else plan the draft model for itself")
+        drafting = shape.layers[-1:] * drafts if isinstance(drafts, int) else read_shape(drafts).layers
+        shape = replace(shape, layers=shape.layers + drafting)
     notes = shape.notes
     if engine == "vllm":
-        caches = [(name, [BlocksOfVLLM(shape, name)]) for name in _names_of_vllm(dtype)]
-        notes += _notes_of_vllm(shape)
+        caches = [(name, [BlocksOfVLLM(shape, name, num_drafts=len(drafting))]) for name in _names_of_vllm(dtype)]
+        notes += (NOTE_OF_VLLM,)
         bias = key_bias_note(shape.name, {name: VLLM_FORMATS[name] for name, _ in caches}, "int4_per_token_head")
     else:
         wanted = _chosen(dtype, shape)
@@ -275,16 +289,6 @@ def _names_of_vllm(dtype):
         if name not in VLLM_FORMATS:
             raise ValueError(f"dtype must be {one_of([*VLLM_NAMES, 'kvfast_ and a preset'])} for engine='vllm', got {shown(name)}")
     return names
-
-
-def _notes_of_vllm(shape):
-    basis = (
-        f"blocks of {VLLM_BLOCK_SIZE} tokens; auto is the model's dtype, taken as bfloat16; turboquant modes leave the first and "
-        f"last {KEEPS_FIRST_AND_LAST} layers in it"
-    )
-    if len({(layer.sliding_window, layer.num_kv_heads, layer.head_dim) for layer in shape.layers}) == 1:
-        return (basis,)
-    return basis, "vLLM puts layers of one kind into groups of one size, and pads what does not fit, so it may hold less"
 
 
 def _chosen(dtype, shape):

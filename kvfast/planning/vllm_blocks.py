@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.codec.formats import PRESETS, KVFormat, codes_alone, floats_of
 from kvfast.core.checks import check_block_size
@@ -44,34 +46,53 @@ def vllm_format(name, window, has_tail=None):
 
 
 class BlocksOfVLLM:
-    """The blocks of one sequence, with the methods of `plan`'s own caches."""
+    """The blocks of one sequence, with the methods of `plan`'s own caches. `num_drafts`: the last layers of the shape that draft."""
 
-    def __init__(self, shape, name, block_size=VLLM_BLOCK_SIZE):
-        self.block_size, layers = check_block_size(block_size), shape.layers
-        if any(layer.rope_dim is not None for layer in layers):
+    def __init__(self, shape, name, block_size=VLLM_BLOCK_SIZE, num_drafts=0):
+        block_size, number = check_block_size(block_size), len(shape.layers) - num_drafts
+        if any(layer.rope_dim is not None for layer in shape.layers):
             raise ValueError("plan of engine='vllm' knows no latent rows, which the model has")
-        kept = range(KEEPS_FIRST_AND_LAST, len(layers) - KEEPS_FIRST_AND_LAST) if name.startswith("turboquant") else range(len(layers))
-        self.layers = []
-        for index, layer in enumerate(layers):
-            form = VLLM_FORMATS[name if index in kept else "auto"]  # with a window, too: vLLM needs blocks of one size
+        kept = min(KEEPS_FIRST_AND_LAST, number // 2) if name.startswith("turboquant") else 0
+        in_dtype = {*range(kept), *range(number - kept, number)}
+        kinds = Counter()
+        for index, layer in enumerate(shape.layers):
+            # vLLM counts the layers of a draft model anew, and a single one (EAGLE, MTP) on.
+            index -= number if num_drafts > 1 and index >= number else 0
+            form = VLLM_FORMATS["auto" if index in in_dtype else name]  # with a window, too: vLLM needs blocks of one size
             layout = buffer_layout(1, layer.num_kv_heads, layer.head_dim, 1, block_size, form, v_head_dim=layer.v_head_dim)
-            self.layers.append((layer.sliding_window, layout.nbytes))
-        self.bytes_per_token = sum(size for _, size in self.layers) // block_size
-        self.form = VLLM_FORMATS[name]
+            kinds[layer, layout.nbytes] += 1
+        self.block_bytes, self.groups = _groups(kinds, block_size)
+        self.bytes_per_token = sum(self.block_bytes // tokens for _, tokens in self.groups)
+        self.kinds, self.block_size, self.form = kinds, block_size, VLLM_FORMATS[name]
 
     def name(self, context):
         return f"vLLM, {self.form}"
 
     def nbytes(self, context):
-        blocks = -(-context // self.block_size)
-        return sum(size * min(blocks, self._window_blocks(window)) for window, size in self.layers)
+        return self.block_bytes * sum(min(-(-context // tokens), most) for most, tokens in self.groups)
 
     bytes_of_prompt = nbytes
 
     def bytes_read(self, context):
-        return sum(size * min(context, window or context) // self.block_size for window, size in self.layers)
+        kinds = self.kinds.items()
+        return sum(count * size * min(context, layer.sliding_window or context) // self.block_size for (layer, size), count in kinds)
 
-    def _window_blocks(self, window):
-        if window is None:
-            return float("inf")
-        return -(-(window - 1 + STEP_TOKENS) // self.block_size) + 1
+
+def _groups(kinds, block_size):
+    """Bytes of a block, and of each of vLLM's groups of layers the most blocks and the tokens of one. Layers that keep as many tokens are
+    one group. Otherwise each kind has groups of equally many layers, some of which may be missing, and each layer has as much of a
+    block as the largest needs: one that can fill it with more tokens has them."""
+    windows = {layer.sliding_window for layer, _ in kinds}
+    if len(windows) == 1:
+        return sum(size * count for (_, size), count in kinds.items()), [(_most_blocks(*windows, block_size), block_size)]
+    largest, fewest, most = max(size for _, size in kinds), min(kinds.values()), max(kinds.values())
+    each = most if most < 1.5 * fewest else fewest
+    groups = []
+    for (layer, size), count in kinds.items():
+        tokens = block_size if largest % size else block_size * largest // size
+        groups += [(_most_blocks(layer.sliding_window, tokens), tokens)] * -(-count // each)
+    return each * largest, groups
+
+
+def _most_blocks(window, block_size):
+    return float("inf") if window is None else -(-(window - 1 + STEP_TOKENS) // block_size) + 1

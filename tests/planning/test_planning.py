@@ -644,6 +644,35 @@ def test_windows_of_vllm():
     assert long.bytes_per_sequence == longer.bytes_per_sequence == long.bytes_per_token * 64 * (-(-(4095 + 2048) // 64) + 1)
 
 
+def test_drafts_of_vllm():
+    """Layers of drafts are layers of the model, and turboquant leaves the first and last two of a draft model in bfloat16."""
+    target, draft = of_heads(2, 64, 8), of_heads(2, 64, 6)
+
+    def tokens(dtype, model=target, **options):
+        return kvfast.plan(model, engine="vllm", dtype=dtype, **options, **QUIET).dtypes[0].bytes_per_token
+
+    for dtype in ("auto", "int4_per_token_head"):
+        assert tokens(dtype, drafts=draft) == tokens(dtype, of_heads(2, 64, 14))
+        assert tokens(dtype, drafts=1) == tokens(dtype, drafts=of_heads(2, 64, 1)) == tokens(dtype, of_heads(2, 64, 9))
+    plain, coded = (buffer_layout(1, 2, 64, 1, 64, VLLM_NAMES[name]).nbytes // 64 for name in ("auto", "turboquant_3bit_nc"))
+    assert tokens("turboquant_3bit_nc", drafts=1) == 4 * plain + 5 * coded
+    assert tokens("turboquant_3bit_nc", drafts=draft) == 6 * plain + 8 * coded
+    with pytest.raises(ValueError, match="plan the draft model for itself"):
+        kvfast.plan(target, drafts=draft, **QUIET)
+
+
+def test_groups_of_vllm():
+    """Two layers without a window and two with one: three of another size make groups of two, with room for a fourth."""
+    mixed = ModelShape("mixed", tuple(LayerShape(2, 64, window) for window in (None, 70) * 2), 4096)
+    drafts = ModelShape("drafts", (LayerShape(2, 32),) * 3)
+    block = 2 * buffer_layout(1, 2, 64, 1, 64, "int8-rotated").nbytes
+    sizes = [
+        kvfast.plan(mixed, context=8192, engine="vllm", dtype="int8_per_token_head", drafts=one, **QUIET) for one in (None, drafts)
+    ]
+    window = -(-(69 + 2048) // 64) + 1
+    assert [one.dtypes[0].bytes_per_sequence for one in sizes] == [block * (128 + window), block * (128 + 2 * 128 + window)]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

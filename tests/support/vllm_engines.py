@@ -44,6 +44,7 @@ SMALL = {
 MODELS = {
     "llama": ("Llama", {}),
     "deep": ("Llama", {"num_hidden_layers": 6}),
+    "shallow": ("Llama", {"num_hidden_layers": 1}),
     "mistral": ("Mistral", {"sliding_window": 70}),
     "gemma2": (
         "Gemma2",

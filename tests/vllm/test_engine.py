@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm_drafts import save_drafts
 from vllm_engines import MODELS, generate, in_engine, layers_of
 
 import kvfast
@@ -122,12 +123,25 @@ def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_o
     in_engine(folder_of("deep"), use, kv_cache_dtype=name, **options)
 
 
-@pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}], ids=["", "drafts"])
-def test_a_context_that_only_four_bits_have_room_for(folder_of, monkeypatch, drafts):
-    """vLLM takes it or refuses it at the start, as `plan` says, with windows and with float tokens next to the blocks."""
+@pytest.mark.parametrize(
+    ("model", "kind"), [("gemma3", None), ("gemma3", "ngram"), ("gemma3", "draft_model"), ("llama", "eagle"), ("gpt_oss", "dflash")]
+)
+def test_a_context_that_only_four_bits_have_room_for(folder_of, tmp_path, monkeypatch, model, kind):
+    """vLLM takes it or refuses it at the start, as `plan` says, with windows, drafts and float tokens next to the blocks."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # else it is the memory
-    folder, memory, length = folder_of("gemma3"), 6_000_000, 16384
-    planned = kvfast.plan(folder, engine="vllm", memory=memory, bandwidth=1e10, context=length)
+    folder, length, drafts, drafting = folder_of(model), 16384, None, None
+    if kind == "draft_model":
+        drafting = folder_of("shallow")
+        drafts = {"method": kind, "model": str(drafting), "num_speculative_tokens": 3}
+    elif kind is not None:
+        drafts = save_drafts(kind, folder, tmp_path)
+        drafting = drafts.get("model")
+    if kind == "dflash":
+        monkeypatch.setenv("KVFAST_TAIL", "0")
+    planned = functools.partial(kvfast.plan, folder, engine="vllm", bandwidth=1e10, context=length, drafts=drafting)
+    int4, int8 = "int4_per_token_head", "int8_per_token_head"
+    memory = int(1.2 * planned(memory=1)[int4].bytes_per_sequence)
+    planned = planned(memory=memory)
     options = {
         "num_gpu_blocks_override": None,
         "kv_cache_memory_bytes": memory,
@@ -135,7 +149,6 @@ def test_a_context_that_only_four_bits_have_room_for(folder_of, monkeypatch, dra
         "max_num_batched_tokens": 2048,
     }
     options |= {"block_size": 64, "hf_overrides": {"max_position_embeddings": length}, "speculative_config": drafts}
-    int4, int8 = "int4_per_token_head", "int8_per_token_head"
     room = in_engine(folder, lambda llm: llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens, kv_cache_dtype=int4, **options)
     assert planned[int4].fits and room == pytest.approx(length * memory / planned[int4].bytes_per_sequence, rel=0.02)
     with pytest.raises(ValueError, match="estimated maximum model length is") as refused:

@@ -315,6 +315,7 @@ def _add_plan(commands):
         default="kvfast",
         help="caches to plan for: kvfast's own, or vLLM's with kvfast's formats (default: kvfast)",
     )
+    add("--drafts", metavar="MODEL", help="for vllm: a draft model, or the number of the model's own layers that draft (MTP)")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_later("plan", "run_plan"))
 

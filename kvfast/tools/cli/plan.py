@@ -21,6 +21,7 @@ def run_plan(args):
         weight_bytes_read=args.weights_read,
         engine=args.engine,
         checkpoints=args.checkpoints,
+        drafts=int(args.drafts) if args.drafts and args.drafts.isdecimal() else args.drafts,
     )
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))

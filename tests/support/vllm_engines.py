@@ -111,6 +111,16 @@ MODELS = {
             "num_local_experts": 0,
         },
     ),
+    "nemotron": (
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "attention"] * 2,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 64,
+            "n_groups": 1,
+        },
+    ),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 4, "tie_word_embeddings": True}),
 }
 

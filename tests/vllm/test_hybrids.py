@@ -55,6 +55,13 @@ def test_a_block_of_all_layers_holds_a_state(folder_of, monkeypatch, dtype):
 
 
 @shares_blocks
+@pytest.mark.parametrize(("states", "size"), [("float32", 512), ("bfloat16", 256)])
+def test_states_in_sixteen_bits_make_blocks_shorter(folder_of, states, size):
+    options = STATES | {"kv_cache_dtype": "int4_per_token_head", "block_size": 64, "mamba_ssm_cache_dtype": states}
+    assert in_engine(folder_of("qwen3_next"), block_size_of, enable_prefix_caching=True, **options) == size
+
+
+@shares_blocks
 def test_prefixes_that_end_within_a_block(folder_of):
     """With prefix_match_unit, of a prompt that is given again; of a common beginning, the blocks that have their state once two texts
     have shown it."""
@@ -92,21 +99,25 @@ def test_short_convolutions(folder_of, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options"),
-    [("auto", {"block_size": 512}), ("int8_per_token_head", {}), ("int8_per_token_head", {"prefix_match_unit": 64})],
+    ("model", "dtype", "options"),
+    [
+        ("granite", "auto", {"block_size": 512}),
+        ("nemotron", "int8_per_token_head", {}),
+        ("granite", "int8_per_token_head", {"prefix_match_unit": 64}),
+    ],
 )
-def test_mamba_with_known_prefixes(folder_of, dtype, options):
+def test_mamba_with_known_prefixes(folder_of, model, dtype, options):
     """The tokens without the prefix cache. kvfast cuts these blocks of 512 tokens in two, where vLLM would write zeros into other texts,
     and copy too little of a block."""
-    given = prompts((300, 600, 700, 900))
+    given, folder = prompts((300, 600, 700, 900)), folder_of(model)
 
     def use(llm):
         found = [[generate(llm, [ids])[0] for _ in range(2)] for ids in given]
         return found, [answer(llm, ids)[2] for ids in given]
 
-    found, hits = in_engine(folder_of("granite"), use, kv_cache_dtype=dtype, enable_prefix_caching=True, **options)
+    found, hits = in_engine(folder, use, kv_cache_dtype=dtype, enable_prefix_caching=True, **options)
     assert hits == ([256, 576, 640, 896] if "prefix_match_unit" in options else [0, 512, 512, 512])
-    plain = in_engine(folder_of("granite"), lambda llm: generate(llm, given), kv_cache_dtype=dtype, enable_prefix_caching=False)
+    plain = in_engine(folder, lambda llm: generate(llm, given), kv_cache_dtype=dtype, enable_prefix_caching=False)
     assert found == [[one, one] for one in plain]
 
 

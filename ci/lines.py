@@ -15,21 +15,21 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 51_236,
+    "kvfast": 51_294,
     "kvfast/attention": 4_173,
     "kvfast/caches": 3_185,
     "kvfast/codec": 2_640,
     "kvfast/compression": 1_970,
     "kvfast/core": 2_920,
-    "kvfast/engines": 8_165,
+    "kvfast/engines": 8_196,
     "kvfast/files": 1_448,
     "kvfast/handles": 1_050,
-    "kvfast/planning": 1_897,
+    "kvfast/planning": 1_922,
     "kvfast/prompts": 2_999,
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_195,
-    "kvfast/tools": 5_291,
-    "tests": 44_858,
+    "kvfast/tools": 5_293,
+    "tests": 44_931,
     "docs": 3_521,
 }
 MOST_OF_A_GUIDE = 100

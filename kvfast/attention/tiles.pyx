@@ -45,18 +45,21 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
 
 
 cdef void _score_first(const kv_task *task, const float *rows, int first, int count) noexcept nogil:
-    """Find the scores of the first token, which is often an attention sink, for `count` rows of a task with later splits."""
+    """Find the scores of the first token, often a sink, for those of `count` rows that see it: a window may have dropped its memory."""
     cdef const kv_given *given = given_of(task)
     cdef const kv_layout *layout = given.layout.floats if given.layout.float_tokens else given.layout
     cdef kv_own *own = own_of(task)
     cdef kv_scratch *scratch = task.narrow
     cdef kv_tile keys, values
     cdef kv_ahead ahead
+    cdef const kv_query *query
     cdef float most[KV_ROWS]
-    cdef int r
+    cdef int r, seen = 0
     for r in range(count):
         own.firsts[first + r], most[r] = -INFINITY, KV_MAX_FLOAT32
-    if (task.item.first_split + task.item.splits == 1 or layout.latent or layout.decode != NULL or given.chosen != NULL
+        query = task.call.queries + own.tokens[min(first + r, task.rows - 1)]
+        seen |= (query.start <= 0 or (query.sink_stop > 0 and given.request.sink_q.data == NULL)) << r
+    if (not seen or task.item.first_split + task.item.splits == 1 or layout.latent or layout.decode != NULL or given.chosen != NULL
             or kv_bends(&task.options)):
         return
     _locate(task, layout, 0, KV_LANES, &keys, &values)
@@ -68,7 +71,8 @@ cdef void _score_first(const kv_task *task, const float *rows, int first, int co
     task.kernels.scores[layout.k.dtype](&layout.k, &scratch.queries, count, &keys, &ahead, scratch.softmax.weights)
     scratch.queries.most = scratch.softmax.m
     for r in range(count):
-        own.firsts[first + r] = scratch.softmax.weights[r * KV_TILE]
+        if seen >> r & 1:
+            own.firsts[first + r] = scratch.softmax.weights[r * KV_TILE]
     if task.wide == NULL:
         own.prepared = &layout.k
 
@@ -77,15 +81,11 @@ cdef void begin_at_first(kv_task *task) noexcept nogil:
     """Let the largest scores of rows begin with that of the first token, which they see in an earlier split. A token far below an
     attention sink then needs no more bits. The result is the same but for rounding: a partial result may have any maximum."""
     cdef kv_own *own = own_of(task)
-    cdef const kv_query *query
     cdef int r
     for r in range(task.rows):
-        query = task.call.queries + own.tokens[r]
-        if own.sink_stops[r] or (query.start > 0 and (query.sink_stop == 0 or given_of(task).request.sink_q.data != NULL)):
-            continue  # it has read it in this split, or does not see it
-        if task.wide == NULL:
+        if task.wide == NULL and not own.sink_stops[r]:  # else it has read it in this split
             task.narrow.softmax.m[r] = own.firsts[r]
-        else:
+        elif not own.sink_stops[r]:
             task.wide.panels[r // KV_ROWS].m[r % KV_ROWS] = own.firsts[r]
 
 

@@ -206,12 +206,13 @@ def test_bad_input(rng):
 
 
 @pytest.mark.parametrize("way", ["snapshot", "state", "file"])
-def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path, way):
+@pytest.mark.parametrize("more", [0, 200])  # with which the context has several splits
+def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path, way, more):
     """The float rows of the first tokens went with their block; another pool never had them."""
     form = kvfast.KVFormat("int4/int6", num_first_float_tokens=15)
     ring = kvfast.RingKVCache(1, 3, 15, sliding_window=16, rollback=1, dtype=form)
-    k, v = rng.standard_normal((2, 82, 3, 15), np.float32)
-    for first, last in [(0, 65), (65, 81)]:
+    k, v = rng.standard_normal((2, more + 82, 3, 15), np.float32)
+    for first, last in [(0, more + 65), (more + 65, more + 81)]:
         filled(ring, k[first:last], v[first:last])
     if way == "snapshot":
         other = kvfast.load(ring.snapshot())
@@ -222,8 +223,9 @@ def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path,
         other = kvfast.load(tmp_path / "ring.kv")
     q = rng.standard_normal((1, 6, 15), np.float32)
     for one in (ring, other):
-        one.append(0, k[81:], v[81:])
-    assert np.array_equal(ring.attend(0, q), other.attend(0, q))
+        one.append(0, k[more + 81 :], v[more + 81 :])
+    for num_splits in (1, 4):
+        assert np.array_equal(ring.attend(0, q, num_splits=num_splits), other.attend(0, q, num_splits=num_splits))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8-rotated", "int4"])

@@ -2,6 +2,7 @@
 
 pytest bench/bench_caches.py
 python bench/bench_caches.py            # the same as a table of ratios, runs interleaved
+python bench/bench_caches.py --contexts 1024 --prefix 512 --megabytes 32
 """
 
 import argparse
@@ -104,15 +105,15 @@ def medians(calls, rounds):
     return np.median(times, 0), np.median(times / times[:, :1], 0)
 
 
-def table(rounds, threads):
+def table(rounds, threads, contexts, prefix, least_bytes):
     model = LLAMA_3_8B
     print(
         f"tier {kvfast.active_isa()}; {model.name}; block_size 32, ring with {NUM_SINK_TOKENS} sinks; medians of {rounds} interleaved rounds"
     )
     print(f"{'dtype':<9}{'context':>8}{'threads':>8}{'contiguous us':>15}{'paged':>8}{'ring':>8}   ratio of times to contiguous")
-    for context in (4096, 32768):
+    for context in contexts:
         for dtype in DTYPES:
-            num_layers, q = layers_of(model, dtype, context), query(model)
+            num_layers, q = layers_of(model, dtype, context, least_bytes), query(model)
             whole, (sequence, _) = filled(model, dtype, context, num_layers), paged(model, dtype, context, num_layers)
             caches = [whole, sequence, ring(model, dtype, context, num_layers)]
             for n in threads:
@@ -120,12 +121,12 @@ def table(rounds, threads):
                     times, ratios = medians([partial(decode, cache, q) for cache in caches], rounds)
                 print(f"{dtype:<9}{context:>8}{n:>8}{times[0] / num_layers * 1e6:>15.0f}{ratios[1]:>8.3f}{ratios[2]:>8.3f}", flush=True)
             del whole, sequence, caches
-    print("\n16 sequences with a prefix of 4,096 tokens and 32 of their own: us per layer with the prefix shared, and how many")
+    print(f"\n16 sequences with a prefix of {prefix:,} tokens and 32 of their own: us per layer with the prefix shared, and how many")
     print("times as long with a copy for each")
     for model in (LLAMA_3_8B, SMOLLM2_135M):
         for dtype in (*DTYPES, "float32"):
-            num_layers = max(2, layers_of(model, dtype, 16 * 4096))
-            pools = [batch(model, dtype, 4096, 16, num_layers, is_shared) for is_shared in (True, False)]
+            num_layers = max(2, layers_of(model, dtype, 16 * prefix, least_bytes))
+            pools = [batch(model, dtype, prefix, 16, num_layers, is_shared) for is_shared in (True, False)]
             q = query(model, 16)
             for n in threads:
                 with using_threads(n):
@@ -141,5 +142,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--contexts", default="4096,32768")
+    parser.add_argument("--prefix", type=int, default=4096, help="tokens that sequences share, a multiple of 32")
+    parser.add_argument("--megabytes", type=int, default=LEAST_BYTES // 10**6, help="that one call reads at least")
     given = parser.parse_args()
-    table(given.rounds, [int(n) for n in given.threads.split(",")])
+    threads, contexts = ([int(n) for n in text.split(",")] for text in (given.threads, given.contexts))
+    table(given.rounds, threads, contexts, given.prefix, given.megabytes * 10**6)

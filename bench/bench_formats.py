@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 import kvfast
-from kvfast.tools.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M, check_attention, decode, filled, layers_of, query
+from kvfast.tools.cli.bench.cases import LEAST_BYTES, LLAMA_3_8B, SMOLLM2_135M, check_attention, decode, filled, layers_of, query
 from kvfast.tools.cli.bench.measure import interleaved, using_threads
 
 FORMATS = {
@@ -73,7 +73,7 @@ def ratios(times, base):
     return "".join(f"{ratio:>14.3f}" for ratio in np.median(times / times[:, base : base + 1], 0))
 
 
-def table(rounds, threads):
+def table(rounds, threads, contexts, least_bytes):
     names = [*PLAIN, *FORMATS]
     forms = [FORMATS.get(name, name) for name in names]
     print(f"tier {kvfast.active_isa()}; medians of {rounds} interleaved rounds, as multiples of the time of int4-plain or int8-plain")
@@ -81,9 +81,9 @@ def table(rounds, threads):
     heads = "".join(f"{name:>14}" for name in names)
     print(f"{'model':<14}{'context':>8}{'threads':>8}{'of':>11}{'us':>8}{heads}")
     for model in (LLAMA_3_8B, SMOLLM2_135M):
-        for context in (4096, 32768):
-            # As many layers of each: 512 MB of the largest.
-            q, count = query(model), min(layers_of(model, form, context) for form in forms)
+        for context in contexts:
+            # As many layers of each: `least_bytes` of the largest.
+            q, count = query(model), min(layers_of(model, form, context, least_bytes) for form in forms)
             caches = [filled(model, form, context, count) for form in forms]
             for cache in caches:
                 check_attention(cache, q)
@@ -117,5 +117,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--contexts", default="4096,32768")
+    parser.add_argument("--megabytes", type=int, default=LEAST_BYTES // 10**6, help="that one call reads at least")
     given = parser.parse_args()
-    table(given.rounds, [int(n) for n in given.threads.split(",")])
+    threads, contexts = ([int(n) for n in text.split(",")] for text in (given.threads, given.contexts))
+    table(given.rounds, threads, contexts, given.megabytes * 10**6)

@@ -18,17 +18,22 @@ import time
 PIECE = 256  # tokens of a piece of a prompt, each of which leaves a checkpoint
 
 
-def model_of():
+TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "head_dim": 32, "num_attention_heads": 4}
+TINY |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+
+def model_of(is_tiny):
     """Shapes of Qwen3-Next-80B-A3B, with 16 of its 512 experts and a small vocabulary: neither is of a layer that has a state."""
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3NextConfig(num_hidden_layers=4, num_experts=16, vocab_size=4096, attn_implementation="kvfast", dtype=torch.float32)
+    sizes = {"num_hidden_layers": 4, "num_experts": 16, "vocab_size": 4096} | (TINY if is_tiny else {})
+    config = Qwen3NextConfig(**sizes, attn_implementation="kvfast", dtype=torch.float32)
     return Qwen3NextForCausalLM._from_config(config).eval()
 
 
-def answer(folder, context, dtype):
+def answer(folder, context, dtype, is_tiny):
     """Seconds to the first token, the tokens that the store had, the bytes of a checkpoint and of all, and the first token."""
     import numpy as np
     import torch
@@ -36,7 +41,7 @@ def answer(folder, context, dtype):
     import kvfast
     import kvfast.transformers
 
-    model = model_of()
+    model = model_of(is_tiny)
     ids = torch.from_numpy(np.random.default_rng(1).integers(3, 4096, (1, context)))
     with torch.no_grad():
         model(ids[:, :PIECE], cache=kvfast.transformers.KVFastCache(model.config, dtype))  # what a process does once
@@ -58,15 +63,17 @@ def main():
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--dtype", default="int4")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="layers of a few elements, which only show that it works")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.folder:
-        print(json.dumps(answer(args.folder, args.context, args.dtype)))
+        print(json.dumps(answer(args.folder, args.context, args.dtype, args.tiny)))
         return
     ratios = []
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, "--folder", folder, "--context", str(args.context), "--dtype", args.dtype]
+            command += ["--tiny"] * args.tiny
             computed, restored = (json.loads(subprocess.check_output(command, text=True).splitlines()[-1]) for _ in range(2))
         ratios.append(computed["seconds"] / restored["seconds"])
         print(

@@ -49,7 +49,7 @@ class Engine:
         self.llm = Llama(path, n_ctx=longest + 2 * NEW_TOKENS, verbose=False, flash_attn=flash_attn, type_k=kind, type_v=kind)
         with open(os.path.join(os.path.dirname(kvfast.__file__), "tools/llama/chapters.txt"), "rb") as text:
             self.ids = self.llm.tokenize(text.read())
-        self.answer(200, 1000)
+        self.answer(min(200, longest), 1000)
         self.cache = None
         if store is not None and store.startswith(OWN):
             self.llm.set_cache(LlamaDiskCache(store.partition(":")[2], 1 << 40))

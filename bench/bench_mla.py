@@ -95,13 +95,13 @@ def bench_decode(benchmark, dtype, paged, context, threads):
     benchmark.pedantic(attend, rounds=5, warmup_rounds=1)
 
 
-def table(rounds, threads):
+def table(rounds, threads, contexts):
     print(
         f"tier {kvfast.active_isa()}; one token, {NUM_Q_HEADS} query heads, latents of {LATENT_DIM} + {ROPE_DIM}; medians of {rounds} "
         "interleaved rounds"
     )
     print(f"{'dtype':<16}{'context':>8}{'threads':>8}{'ms':>9}{'NumPy':>9}{'own bound':>11}{'bytes':>9}{'products':>10}")
-    for context in CONTEXTS:
+    for context in contexts:
         for dtype, paged in [*((dtype, False) for dtype in DTYPES), ("int8", True)]:
             plan, attend, other = setting(dtype, context, paged)
             name = f"{dtype}, paged x {SEQUENCES}" if paged else dtype
@@ -120,5 +120,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
     given = parser.parse_args()
-    table(given.rounds, [int(n) for n in given.threads.split(",")])
+    table(given.rounds, *([int(n) for n in text.split(",")] for text in (given.threads, given.contexts)))

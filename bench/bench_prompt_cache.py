@@ -25,9 +25,9 @@ from kvfast.tools.llama.prompts import chat_prompts
 NEW_TOKENS = 16
 
 
-def answer(store, dtype, num_tokens, save):
+def answer(store, path, dtype, num_tokens, save):
     """Seconds to the first token of a prompt, and the first tokens: restored as far as the store has it."""
-    model, tokenizer = llama.load()
+    model, tokenizer = llama.load(path)
     prompt = [int(token) for token in np.resize(tokenizer.encode("".join(chat_prompts(32))), num_tokens)]
     cache = kvfast.KVCache(*model.cache_shape, max_seq_len=num_tokens + NEW_TOKENS, dtype=dtype)
     with kvfast.PromptCache(store, time_limit=30) as prompts:
@@ -66,12 +66,12 @@ def redis_server():
                 server.wait()
 
 
-def two_processes(store, dtype, num_tokens, rounds):
-    first = in_a_process(store, dtype, num_tokens, True)
+def two_processes(store, path, dtype, num_tokens, rounds):
+    first = in_a_process(store, path, dtype, num_tokens, True)
     print(f"{store.partition('?')[0]}, {dtype}, {num_tokens:,} tokens")
     print(f"  process A computes it   {first['first']:8.3f} s to the first token, and saves it in {first['saved']:.3f} s")
     for _ in range(rounds):
-        other = in_a_process(store, dtype, num_tokens, False)
+        other = in_a_process(store, path, dtype, num_tokens, False)
         same = "the same" if other["tokens"] == first["tokens"] else "OTHER"
         print(
             f"  a fresh process B       {other['first']:8.3f} s ({first['first'] / other['first']:.0f}x sooner), {other['found']:,} tokens and "
@@ -111,6 +111,7 @@ def sharing(num_prompts, num_systems, dtype, chunk_tokens):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store")
+    parser.add_argument("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dtype", default="int4")
     parser.add_argument("--rounds", type=int, default=3)
@@ -122,6 +123,6 @@ if __name__ == "__main__":
         sys.exit()
     with contextlib.ExitStack() as stack:
         store = given.store or stack.enter_context(redis_server()) or stack.enter_context(tempfile.TemporaryDirectory())
-        two_processes(store, given.dtype, given.tokens, given.rounds)
+        two_processes(store, given.model, given.dtype, given.tokens, given.rounds)
     for chunk_tokens in (64, 128, 256):
         sharing(given.prompts, 20, given.dtype, chunk_tokens)

@@ -2,10 +2,12 @@
 
     pip install -e ".[serve]"
     python bench/bench_serve.py bench/serve.json
+    python bench/bench_serve.py serve.json --lengths 500,1000 --rounds 1
 
 A server computes prompts of several lengths, and a second one, in a new process, finds them. docs/pictures.py draws the times.
 """
 
+import argparse
 import contextlib
 import json
 import re
@@ -18,9 +20,6 @@ import urllib.request
 from kvfast.tools.cli.bench.json_file import write_json
 from kvfast.tools.cli.bench.measure import cpu_name
 from kvfast.tools.cli.reading import opening_text
-
-LENGTHS = (2000, 4000, 8000, 16000)  # characters, of which a token has about four
-ROUNDS = 3
 
 
 @contextlib.contextmanager
@@ -45,10 +44,10 @@ def ask(address, prompt):
     return usage["prompt_tokens"], time.perf_counter() - begin
 
 
-def main(path):
+def main(path, lengths, num_rounds):
     text, rows = opening_text() * 2, {}
-    for number in range(ROUNDS):
-        prompts = [text[100 * i + 1000 * number :][:length] for i, length in enumerate(LENGTHS)]  # none begins as another one
+    for number in range(num_rounds):
+        prompts = [text[100 * i + 1000 * number :][:length] for i, length in enumerate(lengths)]  # none begins as another one
         with tempfile.TemporaryDirectory() as store:
             for name in ("computed", "from the store"):
                 with server(store) as address:
@@ -56,11 +55,16 @@ def main(path):
                     for prompt in prompts:
                         tokens, seconds = ask(address, prompt)
                         rows.setdefault(name, {}).setdefault(len(prompt), []).append((seconds, tokens))
-    median = {name: [sorted(rounds)[ROUNDS // 2] for rounds in of_name.values()] for name, of_name in rows.items()}
+    median = {name: [sorted(rounds)[num_rounds // 2] for rounds in of_name.values()] for name, of_name in rows.items()}
     seconds = {name: [round(one, 4) for one, _ in found] for name, found in median.items()}
     write_json(path, {"cpu": cpu_name(), "tokens": [tokens for _, tokens in median["computed"]], "seconds": seconds})
     print(json.dumps(seconds, indent=1))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", help="the JSON file to write")
+    parser.add_argument("--lengths", default="2000,4000,8000,16000", help="characters, of which a token has about four")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    main(given.file, [int(length) for length in given.lengths.split(",")], given.rounds)

@@ -1,7 +1,7 @@
 """Snapshots, and files of caches against plain files of the same bytes.
 
 pytest bench/bench_snapshot.py          # --benchmark-save, --benchmark-compare: see CONTRIBUTING.md
-python bench/bench_snapshot.py          # the same as a table, runs interleaved, at 32,768 tokens
+python bench/bench_snapshot.py          # the same as a table, runs interleaved, at 32,768 tokens of Llama-3-8B
 """
 
 import argparse
@@ -60,8 +60,8 @@ def bench_file_4k(benchmark, tmp_path, action):
     benchmark.pedantic(calls[action], rounds=5, warmup_rounds=1)
 
 
-def table(rounds, folder):
-    model, context = LLAMA_3_8B, 32768
+def table(rounds, folder, context):
+    model = LLAMA_3_8B
     cache = filled(model, "int8", context, model.num_layers)
     snapshot = cache.snapshot()
     print(f"{cache!r}; medians of {rounds} interleaved rounds, in {folder}")
@@ -90,7 +90,8 @@ def table(rounds, folder):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", help="where to write 4 GB (default: the folder for temporary files)")
+    parser.add_argument("--folder", help="where to write the files, of 4 GB by default (default: the folder for temporary files)")
+    parser.add_argument("--context", type=int, default=32768)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        table(given.rounds, folder)
+        table(given.rounds, folder, given.context)

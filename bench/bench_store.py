@@ -197,14 +197,14 @@ def restore_throughput(url, read, shape, dtype, num_tokens, rounds):
         prompts.clear()
 
 
-def restores(folder, port, rounds):
+def restores(folder, port, num_tokens, rounds):
     def of_file(key):
         with open(f"{folder}/{key[2:4]}/{key}", "rb", buffering=0) as file:
             value = bytearray(os.fstat(file.fileno()).st_size)
             assert file.readinto(value) == len(value)
             return value
 
-    cases = [(SMOLLM2, "int4", 4096), (SMOLLM2, "int8", 4096), (LLAMA, "int4", 4096)]
+    cases = [(SMOLLM2, "int4", num_tokens), (SMOLLM2, "int8", num_tokens), (LLAMA, "int4", num_tokens)]
     for case in cases:
         restore_throughput(str(folder), of_file, *case, rounds)
     if port:
@@ -217,9 +217,10 @@ def restores(folder, port, rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="10,000 values at most, and fewer rounds")
+    parser.add_argument("--short", action="store_true", help="1,000 values at most, prompts of 512 tokens, and fewer rounds")
     given = parser.parse_args()
-    counts, rounds, many = ((100, 10_000), 20, 10) if given.short else ((100, 10_000, 1_000_000), 300, 40)
+    counts, rounds, many = ((100, 1000), 20, 4) if given.short else ((100, 10_000, 1_000_000), 300, 40)
+    num_tokens, turns = (512, 3) if given.short else (4096, 9)
     with tempfile.TemporaryDirectory() as base:
         print("folder: values" + "".join(f"{count:>17,}" for count in counts))
         stores = {count: filled_folder(Path(base, str(count)), count) for count in counts}
@@ -234,10 +235,10 @@ def main():
                 look_ups({count: filled_redis(port, i, count) for i, count in enumerate(counts)}, rounds)
             print(f"throughput{'plain':>41}{'store':>13}{'ratio':>12}")
             for nbytes in (100_000, 1_600_000):
-                folder_throughput(Path(base, f"values-{nbytes}"), nbytes, many * 2, 9)
+                folder_throughput(Path(base, f"values-{nbytes}"), nbytes, many * 2, turns)
             for nbytes in (100_000, 1_600_000) if server is not None else ():
-                redis_throughput(port, nbytes, many, 9)
-            restores(Path(base, "prompts"), port, 9)
+                redis_throughput(port, nbytes, many, turns)
+            restores(Path(base, "prompts"), port, num_tokens, turns)
         finally:
             if server is not None:
                 server.kill()

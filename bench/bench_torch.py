@@ -22,7 +22,7 @@ def bench_operators(benchmark, tokens, name, threads):
     slots, table = torch.arange(tokens), torch.arange(-(-tokens // 64), dtype=torch.int32)[None]
     lens, new, out = torch.tensor([tokens], dtype=torch.int32), k[-1:].contiguous(), torch.empty_like(q)
     blocks = operators.new_blocks(table.numel(), heads, dim, "int8")
-    pool = kvfast.PagedKVCache(1, heads, dim, table.numel(), 64, "int8")
+    pool = kvfast.PagedKVCache(1, heads, dim, table.numel(), 64, "int8-rotated")  # int8 without floats, as in the blocks
     torch.ops.kvfast.append(blocks, k, k, slots, "int8")
     pool.append_batch(0, k, k, slots.numpy())
     calls = {

@@ -1,12 +1,21 @@
 import functools
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import kvfast
+from kvfast.tools.cli.bench.cases import LEAST_BYTES
 from kvfast.tools.cli.bench.measure import Meter, using_threads
 
-collect_ignore = ["bench_transformers.py", "bench_vllm.py", "studies"]  # scripts, of packages that need not be there
+# Scripts without benches for pytest, some of packages that need not be there.
+collect_ignore = [path.name for path in Path(__file__).parent.glob("bench_*.py") if "\ndef bench_" not in path.read_text("utf-8")]
+collect_ignore += ["studies"]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--short", action="store_true", help="small cases, which show that a bench runs and nothing else")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -34,16 +43,16 @@ def threads(request):
 
 
 @functools.lru_cache(maxsize=1)
-def prepared(case):
+def prepared(case, least_bytes):
     """The work of a case, the same for each number of threads, found to be right."""
     with using_threads(None):
-        work = case.prepare()
+        work = case.prepare(least_bytes=least_bytes)
         work.check()
     return work
 
 
 @pytest.fixture
-def run_case(benchmark, threads):
+def run_case(request, benchmark, threads):
     """Measure a `Case` of kvfast.tools.cli.bench, and the machine before each round.
 
     Absolute times mean nothing across machines: so records also have `bandwidth_fraction` and
@@ -51,7 +60,10 @@ def run_case(benchmark, threads):
     """
 
     def run(case, rounds=5):
-        work = prepared(case)
+        least_bytes = LEAST_BYTES
+        if request.config.getoption("--short"):
+            case, least_bytes = replace(case, context=min(case.context, 4096), num_tokens=min(case.num_tokens, 64)), 10**6
+        work = prepared(case, least_bytes)
         kvfast.set_num_threads(threads)
         meter = Meter(case, work, threads)
         benchmark.pedantic(work.call, setup=meter.sample, rounds=rounds, warmup_rounds=1)

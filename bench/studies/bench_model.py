@@ -2,7 +2,7 @@
 
     python bench/studies/bench_model.py TEXT [--tokens 4096] [--formats int8,float16]
 
-TEXT is a file in any language. Times are medians over rounds, microseconds a layer of SmolLM2-135M; Gaussian and real rows take turns.
+TEXT is a file in any language. Times are medians over rounds, microseconds a layer of the model; Gaussian and real rows take turns.
 
 Belongs to the commit 2371c2e, "A bench times attention on a model's own rows beside Gaussian ones; a long line is broken".
 """
@@ -60,8 +60,9 @@ def main():
     parser.add_argument("--tokens", type=int, default=4096, help="a multiple of 256")
     parser.add_argument("--formats", default="int8,k8v4,int4,float16,bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct)")
     arguments = parser.parse_args()
-    model, tokenizer = llama.load()
+    model, tokenizer = llama.load(arguments.model)
     tokens = tokenizer.encode(arguments.text.read_text(encoding="utf-8"))[: arguments.tokens]
     for dtype in arguments.formats.split(","):
         real = filled(model.cache_shape, tokens, dtype, model)

@@ -32,8 +32,9 @@ def neighbours(count):
             process.wait()
 
 
-def tokens_per_second(max_tokens):
-    done = subprocess.run([*GENERATE, "--max-tokens", str(max_tokens)], capture_output=True, text=True, check=True)
+def tokens_per_second(options):
+    model = ["--model", options.model] if options.model else []
+    done = subprocess.run([*GENERATE, "--max-tokens", str(options.max_tokens), *model], capture_output=True, text=True, check=True)
     return float(re.search(r"decode .*: ([\d.]+) tokens/s", done.stdout + done.stderr)[1])
 
 
@@ -42,13 +43,14 @@ def main():
     parser.add_argument("--neighbours", type=int, default=6)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct)")
     options = parser.parse_args()
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     alone, together = [], []
     for _ in range(options.rounds):
-        alone.append(tokens_per_second(options.max_tokens))
+        alone.append(tokens_per_second(options))
         with neighbours(options.neighbours):
-            together.append(tokens_per_second(options.max_tokens))
+            together.append(tokens_per_second(options))
     fair = median(alone) * processors / (processors + options.neighbours)
     print(
         f"alone {median(alone):.1f} tokens/s; with {options.neighbours} busy processes on {processors} processors "

@@ -24,8 +24,8 @@ def timed(call):
     return perf_counter() - start, result
 
 
-def table(num_tokens, dtype, rounds, folder):
-    model, tokenizer = llama.load()
+def table(path, num_tokens, dtype, rounds, folder):
+    model, tokenizer = llama.load(path)
     prompt = np.resize(tokenizer.encode("".join(chat_prompts(32))), num_tokens)
     question = tokenizer.encode("<|im_start|>user\nWhat was the first question?<|im_end|>\n<|im_start|>assistant\n")
 
@@ -73,6 +73,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dtype", default="int8")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct)")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        table(given.tokens, given.dtype, given.rounds, folder)
+        table(given.model, given.tokens, given.dtype, given.rounds, folder)

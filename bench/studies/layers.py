@@ -78,8 +78,9 @@ def main():
     parser.add_argument("--others-tokens", type=int, default=CONTEXT)
     parser.add_argument("--formats", default="k4v2,k4v3,k4v5,k8v4")
     parser.add_argument("--bits", type=float, default=4.44)
+    parser.add_argument("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct)")
     args = parser.parse_args()
-    model, tokenizer = llama.load()
+    model, tokenizer = llama.load(args.model)
     num_layers = model.cache_shape[0]
     formats = {name: FORMATS[name] for name in args.formats.split(",")} | {"int4": kvfast.KVFormat.of("int4")}
     bits = {name: bits_of(fmt, model.cache_shape) for name, fmt in formats.items()}

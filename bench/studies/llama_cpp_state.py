@@ -30,8 +30,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=24, help="that follow each prompt (default: 24)")
     parser.add_argument("--types", default="f32,f16,q8_0,q4_0", help="of llama.cpp's caches (default: %(default)s)")
+    parser.add_argument("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct)")
     args = parser.parse_args()
-    path = llama.fetch_model()
+    path = args.model or llama.fetch_model()
     model, tokenizer = llama.load(path)
     rows = Table("llama.cpp's cache", "to kvfast", "to llama.cpp", "bytes of a token", "read, us a token", "written, us a token")
     with LlamaCpp(path, model.cache_shape) as runtime:
@@ -54,7 +55,8 @@ def main():
 def moved(runtime, model, kind, prompt, num_tokens):
     """Tokens that agree with those of the first runtime, either way; seconds to read and to write; bytes of a token."""
     api, rope_dims = runtime._api, model.config.rope_dims
-    contexts = [_Context(api, runtime._model, CacheTypes(kind, kind), len(prompt) + num_tokens + 1, 64) for _ in range(2)]
+    room = len(prompt) + num_tokens + 1
+    contexts = [_Context(api, runtime._model, CacheTypes(kind, kind), room, room) for _ in range(2)]
     there, back = contexts
     try:
         token = int(there(prompt)[-1].argmax())

@@ -407,6 +407,15 @@ def test_calibrate(model, text, tmp_path):
     assert code == 1 and "at least 128 tokens, got 100" in err
 
 
+def test_what_cannot_be_done_is_said_before_the_work(model, text, tmp_path):
+    for words in ("calibrate", model, "--text", text, "--out"), ("bench", "--json"), ("bench", "--report"):
+        for path, reason in ((tmp_path, "it is a folder"), (tmp_path / "no" / "file", "there is no folder")):
+            code, _, err = run_here(*words, path)
+            assert code == 1 and err.startswith(f"error: {path}: {reason}")
+    for number in ("x", "0", ""):
+        assert f"--contexts: {number} is not an integer of at least 1\n" in run_here("bench", "--contexts", f"64,{number}")[2]
+
+
 def test_eval_of_several_texts(model, text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("12 of the others then. " * 9, encoding="utf-8")

@@ -400,10 +400,7 @@ def _add_model_arguments(parser, kinds="a GGUF file"):
 
 
 def _positive(text):
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+    return _natural(text, 1)
 
 
 def _gigabytes(text):
@@ -420,8 +417,11 @@ def _numbers(text):
     return [_positive(part) for part in text.split(",")]
 
 
-def _natural(text):
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
+def _natural(text, least=0):
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least {least}")
     return value

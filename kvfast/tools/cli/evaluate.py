@@ -207,6 +207,7 @@ def _format_names(formats):
 
 def run_calibrate(args):
     """Write the calibration of a model on `args.text` to `args.out`."""
+    check_folder(args.out)
     text = _read_text(args.text)
     set_threads(args.threads)
     model, tokenizer = llama.load(args.model)

@@ -16,10 +16,10 @@ def check_plot(path):
 
 
 def check_folder(path):
-    """Check before a measurement that the folder of a file is there."""
+    """Check before a measurement that a file can have a path: its folder is there, and it is not a folder."""
     folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise ValueError(f"{path}: there is no folder {folder}")
+    if not os.path.isdir(folder) or os.path.isdir(path):
+        raise ValueError(f"{path}: it is a folder" if os.path.isdir(path) else f"{path}: there is no folder {folder}")
 
 
 def new_figure(size):

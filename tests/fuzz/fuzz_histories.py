@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from dict_store import DictStore
 from fuzz_inputs import as_given, often, one_of, random_choice, told
-from fuzz_oracle import Finding, allowed, check_output, coded_at, contract, from_storage, open_tokens
+from fuzz_oracle import Finding, allowed, check_output, contract, from_storage
 from fuzz_refusals import check_uncounted
 from reference import exact_attention, norms
 
@@ -246,16 +246,8 @@ class World:
         return window is not None and first - window + 1 >= shown_from and np.isin(np.arange(sinks), positions).all()
 
     def reads_what_is_shown(self, track, layer, at):
-        """Whether all queries read floats and codes where k() and v() do: those that look back from tokens that are not
-        complete may read codes of tokens that still have their floats."""
-        form, size = track.formats[layer], track.block_size
-        if not open_tokens(form):
-            return True
-        codes, coded = coded_at(form, at, size), track.coded[layer]
-        if form.recent_by_query:
-            return bool((track.read_from(layer, at) == track.read_from(layer, track.layer_length(layer) - 1)).all())
-        encoded = max(coded, track.length // size * size) if form.seals else track.layer_length(layer)
-        return bool((np.maximum(coded, np.minimum(codes, encoded)) == coded).all())
+        """Whether all queries read floats and codes where k() and v() do, as the query of the last token does."""
+        return bool(np.all(track.read_from(layer, at) == track.read_from(layer, track.layer_length(layer) - 1)))
 
     # What is done to one sequence.
 

@@ -62,9 +62,12 @@ class Track:
     def read_from(self, layer, position):
         """First token that queries at a position, or after the tokens that are counted, read as a float."""
         form = self.formats[layer]
-        if not open_tokens(form) or not form.recent_by_query:
+        if not open_tokens(form):
             return self.coded[layer]
-        return np.maximum(self.coded[layer], coded_at(form, np.maximum(position, self.length), self.block_size))
+        position = np.maximum(position, self.length)
+        if not form.recent_by_query:  # queries read all tokens of their step as floats
+            position = np.minimum(position, self.length + open_tokens(form))
+        return np.maximum(self.coded[layer], coded_at(form, position, self.block_size))
 
     def is_fresh(self):
         """Whether a fresh cache has the same codes and floats: no block was written again after its floats were gone."""

@@ -274,6 +274,17 @@ def test_a_few_queries_at_once_get_the_bits_of_each_alone(name, shape, options):
         assert np.array_equal(together, np.stack(outs[start : start + n])), start
 
 
+@pytest.mark.parametrize("n", [1, 40, 100])
+@pytest.mark.parametrize("name", FORMATS)
+def test_keys_and_values_are_those_that_the_last_token_reads(rng, name, n):
+    cache, q = make("growing", FORMATS[name]), rng.standard_normal((n, 4, DIM), np.float32)
+    stream = Stream(1, 233 + n, DIM)
+    stream.feed(stream.feed(cache, 233), 233 + n, advance=False)
+    expected, _ = attention(q[-1:], cache.k(0), cache.v(0))
+    for some in (q[-1:], q):
+        assert relative_error(cache.attend(0, some)[-1:], expected) < bound(name)
+
+
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize(
     ("isa", "every"),

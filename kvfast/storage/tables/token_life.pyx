@@ -48,7 +48,10 @@ cdef class TokenLife:
 
     cdef Py_ssize_t shown_from(self, Py_ssize_t layer, Py_ssize_t length) noexcept nogil:
         """First position that the query of a layer's last token reads from its float row, when `length` tokens are counted."""
-        return self.read_from(layer, length if self.pool.layouts[layer].floats_of_steps else max(length, self.lengths[layer] - 1))
+        cdef Py_ssize_t last = max(length, self.lengths[layer] - 1)
+        if self.pool.layouts[layer].floats_of_steps:  # as `floats_from` of attention/source.pyx
+            last = min(last, length + self.pool.layouts[layer].open_tokens)
+        return self.read_from(layer, last)
 
     cdef Py_ssize_t codes_end(self, Py_ssize_t layer) noexcept nogil:
         """If a layer seals blocks, number of its first tokens with codes."""

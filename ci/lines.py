@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 51_298,
+    "kvfast": 51_299,
     "kvfast/attention": 4_173,
     "kvfast/caches": 3_185,
     "kvfast/codec": 2_640,
@@ -24,12 +24,12 @@ MOST = {
     "kvfast/engines": 8_196,
     "kvfast/files": 1_448,
     "kvfast/handles": 1_050,
-    "kvfast/planning": 1_922,
+    "kvfast/planning": 1_923,
     "kvfast/prompts": 2_999,
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_198,
     "kvfast/tools": 5_294,
-    "tests": 45_056,
+    "tests": 45_063,
     "docs": 3_521,
 }
 MOST_OF_A_GUIDE = 100

@@ -234,7 +234,8 @@ def plan(
     if drafts is not None:
         if engine != "vllm":
             raise ValueError("drafts share the blocks of the model with engine='vllm' alone: else plan the draft model for itself")
-        drafting = shape.layers[-1:] * drafts if isinstance(drafts, int) else read_shape(drafts).layers
+        is_number = hasattr(drafts, "__index__")
+        drafting = shape.layers[-1:] * check_size(drafts, "drafts", 1, 1024) if is_number else read_shape(drafts).layers
         shape = replace(shape, layers=shape.layers + drafting)
     notes = shape.notes
     if engine == "vllm":

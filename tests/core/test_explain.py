@@ -122,7 +122,8 @@ def test_the_matrix_unit_takes_many_rows():
         plan = cache_with(20000, dtype="int8").explain(0, (400, 16, 64), num_threads=1)
         assert plan.rows == 256 and plan.items[0].row_blocks == 13 and plan.kernels[-1] == "attend_tiles8"
         assert cache_with(500, dtype="bfloat16").explain(0, (400, 16, 64)).kernels[-1] == "attend_tiles_bf16"
-        for dtype, n in (("float32", 400), ("int8", 16), ("float16", 16)):
+        assert cache_with(500, dtype="int8").explain(0, (3, 16, 64)).kernels[-1] == "attend_tiles8"  # 24 rows of a KV head
+        for dtype, n in (("float32", 400), ("int8", 2), ("float16", 16)):
             assert cache_with(500, dtype=dtype).explain(0, (n, 16, 64)).rows == 16
 
 

@@ -358,6 +358,7 @@ RECIPES = {
     "weight_bytes": none_or(10**9),
     "weight_bytes_read": none_or(10**8),
     "plan.batch": small(1, 3),
+    "plan.drafts": none_or(1, 3),
     "engine": small("kvfast", "vllm"),
     "name": lambda c: c.rng.choice(kvfast.available_isas()),
     "nbytes": small(1, 100_000),

@@ -657,6 +657,9 @@ def test_drafts_of_vllm():
     plain, coded = (buffer_layout(1, 2, 64, 1, 64, VLLM_NAMES[name]).nbytes // 64 for name in ("auto", "turboquant_3bit_nc"))
     assert tokens("turboquant_3bit_nc", drafts=1) == 4 * plain + 5 * coded
     assert tokens("turboquant_3bit_nc", drafts=draft) == 6 * plain + 8 * coded
+    for wrong in (0, True, -1, 1 << 40):
+        with pytest.raises((TypeError, ValueError), match="drafts must be"):
+            tokens("auto", drafts=wrong)
     with pytest.raises(ValueError, match="plan the draft model for itself"):
         kvfast.plan(target, drafts=draft, **QUIET)
 

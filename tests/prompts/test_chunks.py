@@ -348,10 +348,12 @@ def test_a_slow_store_costs_its_time_limit():
     prompts.save(STREAM.feed(make("growing", "int8-rotated"), 300), TOKENS)
     prompts.store.delay = 2
     begin = time.perf_counter()
-    with pytest.warns(RuntimeWarning, match="no answer within 0.2 s"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         assert prompts.restore(make("growing", "int8-rotated"), TOKENS) == 0
-    assert time.perf_counter() - begin < 1.9
-    prompts.close()
+        assert time.perf_counter() - begin < 1.9
+        prompts.close()  # waits for the thread that asks the store, and tells it
+    assert any("no answer within 0.2 s" in str(one.message) for one in caught)
 
 
 def test_what_is_faster_to_compute_is_not_fetched():

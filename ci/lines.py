@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 51_299,
+    "kvfast": 51_300,
     "kvfast/attention": 4_173,
     "kvfast/caches": 3_185,
     "kvfast/codec": 2_640,
@@ -28,8 +28,8 @@ MOST = {
     "kvfast/prompts": 2_999,
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_198,
-    "kvfast/tools": 5_294,
-    "tests": 45_063,
+    "kvfast/tools": 5_295,
+    "tests": 45_064,
     "docs": 3_521,
 }
 MOST_OF_A_GUIDE = 100

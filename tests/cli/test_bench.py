@@ -376,6 +376,7 @@ def test_errors_are_one_plain_line(tmp_path, monkeypatch):
         (("--rows", "real", "--work", "append"), "decode and prefill"),
         (("--contexts", "64", "--work", "prefill"), "at least as many"),
         (("--stream", "--json", "x.json"), "without --json"),
+        (("--stream", "--rows", "real"), "without --rows"),
         (("--plot", "bench.txt"), "png"),
         (("--json", missing / "x.json"), "no folder"),
         (("--report", missing / "x.json"), "no folder"),

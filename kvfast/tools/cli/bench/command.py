@@ -55,8 +55,9 @@ def run_bench(args):
 
 
 def _run_stream(args, least_bytes):
-    if refused := [name for name in ("work", "plot", "json", "report", "scaling") if getattr(args, name)]:
-        raise ValueError(f"--stream prints a table of one token, without --{refused[0]}")
+    given = {**vars(args), "rows": args.rows != "random"}
+    if refused := [name for name in ("work", "plot", "json", "report", "scaling", "short", "rows") if given[name]]:
+        raise ValueError(f"--stream prints a table of one token on random rows, without --{refused[0]}")
     cases, threads = _cases(args), args.threads or [1]
     with progress_bar(len(cases)) as progress:
         table = stream.stream_table(cases, threads, rounds=args.rounds, least_bytes=least_bytes, progress=progress)

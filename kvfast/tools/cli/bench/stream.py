@@ -17,8 +17,8 @@ ROUNDS = 7
 def stream_table(cases, threads, *, rounds, least_bytes, progress):
     """Times of a layer in the processor's cache, of its bytes at the read bandwidth, and from memory, in interleaved rounds.
 
-    The last column is the median of the time from memory over the larger of the other two. It is 1 where nothing waits. The cache is
-    the last one that a layer fits.
+    The ratio is the time from memory, divided by the larger of the other two. Nothing waits where it is 1. The cache is the last one
+    that a layer fits.
     """
     columns = "context", "threads", "format", "in cache", "bytes / bandwidth", "from memory", "ratio"
     table = titled_table(f"one token in a layer ({cases[0].model.name})", *columns)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
+import torch
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.forward_context import is_forward_context_available
 from vllm.logger import init_logger
@@ -20,7 +21,7 @@ from kvfast.engine import buffer_layout, key_bias_note
 from kvfast.engines.vllm import trial, versions
 from kvfast.engines.vllm.formats import MODES, NAMES, TAIL, Directions, block_sizes, block_sizes_of_all, content_bytes, format_of
 from kvfast.engines.vllm.hybrids import Hybrids, finer, interleaved, layers_of_block, mend
-from kvfast.engines.vllm.memory import GroupMemory, arrays_of
+from kvfast.engines.vllm.memory import GroupMemory, arrays_of, without_gaps
 from kvfast.engines.vllm.registration import CONNECTOR
 
 logger = init_logger("vllm.kvfast")
@@ -86,6 +87,7 @@ class KVFastMetadata:
     num_actual_tokens: int
     tables: list[np.ndarray]  # block_table, seq_lens and cu_seqlens_q
     slots: np.ndarray
+    rows: torch.Tensor | None  # of queries that these are for, None for all
     causal: bool | list[bool]  # of all requests, or of each
     spans: list[list[tuple[int, int]] | None] | None = None  # of each request: tokens of an image, which see each other
     clamp_spans: bool = False  # within their windows
@@ -208,10 +210,10 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             )
         self._memory.bind()
         spans = spans_of(common_attn_metadata) if causal is True else None
-        tables, slots = arrays_of(common_attn_metadata)
+        tables, slots, rows = without_gaps(*arrays_of(common_attn_metadata))
         if self._blocks_each > 1:
             tables[0] = finer(tables[0], self._blocks_each)
-        return KVFastMetadata(common_attn_metadata.num_actual_tokens, tables, slots, causal, spans, self._clamps_spans)
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, tables, slots, rows, causal, spans, self._clamps_spans)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
@@ -244,7 +246,10 @@ class KVFastImpl(CPUAttentionBackendImpl):
         n = slot_mapping.shape[0]
         if key.shape[0] != n:
             key, value = key[:n], value[:n]
-        batch, append = self._place_of(layer, slot_mapping.numpy()), self.memory.pool.append_batch
+        batch, rows = self._place_of(layer, slot_mapping.numpy())
+        if rows is not None:
+            key, value = key[rows], value[rows]
+        append = self.memory.pool.append_batch
         try:
             append(self.number, key, value, batch)
         except NonFiniteInputError as error:
@@ -254,11 +259,11 @@ class KVFastImpl(CPUAttentionBackendImpl):
             append(self.number, key, value, batch, zero_nonfinite=True)
 
     def _place_of(self, layer, slots):
-        """The batch of the step, checked once for all layers, if its slots are these. Formats with first floats always take it: they
-        need its lengths. DFlash writes between steps, where slots are all there is."""
+        """The batch of the step, checked once for all layers, if its slots are these, and its rows. Formats with first floats always take
+        it: they need its lengths. DFlash writes between steps, where slots are all there is."""
         metadata = get_attention_context(layer.layer_name)[0] if is_forward_context_available() else None
         has_them = metadata is not None and (self.memory.pool.first_float_rows_nbytes or np.array_equal(metadata.slots, slots))
-        return self.memory.batch_of(metadata) if has_them else slots
+        return (self.memory.batch_of(metadata), metadata.rows) if has_them else (slots, None)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         if not isinstance(attn_metadata, KVFastMetadata):
@@ -269,9 +274,18 @@ class KVFastImpl(CPUAttentionBackendImpl):
         if query.shape[0] != n:
             query, out = query[:n], output[:n]
         attend = partial(self.memory.pool.attend_batch, self.number, **(self._options or self._set_options()))
+        if attn_metadata.rows is None:
+            self._attend(attend, query, attn_metadata, out)
+        else:
+            found = out[attn_metadata.rows]
+            self._attend(attend, query[attn_metadata.rows], attn_metadata, found)
+            out[attn_metadata.rows] = found
+        return output
+
+    def _attend(self, attend, query, attn_metadata, out):
         if not isinstance(attn_metadata.causal, bool):
             self._attend_one_by_one(attend, query, attn_metadata, out)
-            return output
+            return
         try:
             attend(
                 query,
@@ -284,7 +298,6 @@ class KVFastImpl(CPUAttentionBackendImpl):
         except NonFiniteInputError as error:
             logger.warning_once("kvfast returns NaN for requests whose queries are not finite: %s", error)
             self._attend_one_by_one(attend, query, attn_metadata, out)
-        return output
 
     def _attend_one_by_one(self, attend, query, attn_metadata, out):
         """Return NaN for requests whose queries are not finite, as vLLM's own backend does. Compute each other request alone."""

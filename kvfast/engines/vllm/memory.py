@@ -1,5 +1,8 @@
 """The layers of a KV cache group as one pool of kvfast, in vLLM's memory."""
 
+import numpy as np
+import torch
+
 from kvfast.engine import as_numpy
 
 
@@ -8,6 +11,17 @@ def arrays_of(metadata):
     return [
         one.numpy() for one in (metadata.block_table_tensor, metadata.seq_lens, metadata.query_start_loc)
     ], metadata.slot_mapping.numpy()
+
+
+def without_gaps(tables, slots):
+    """The same without the tokens that get no slot, and the rows of the others, None for all. A draft model computes the drafts that were
+    rejected once more: they are the last tokens of their texts, have no slots, and nobody reads what comes of them."""
+    table, lengths, starts = tables
+    rows = np.flatnonzero(slots[: starts[-1]] >= 0)
+    if len(rows) == starts[-1]:
+        return tables, slots, None
+    kept = np.searchsorted(rows, starts).astype(starts.dtype)
+    return [table, lengths - np.diff(starts - kept), kept], slots[rows], torch.from_numpy(rows)
 
 
 class GroupMemory:

@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 51_300,
+    "kvfast": 51_440,
     "kvfast/attention": 4_173,
     "kvfast/caches": 3_185,
     "kvfast/codec": 2_640,
     "kvfast/compression": 1_970,
     "kvfast/core": 2_920,
-    "kvfast/engines": 8_196,
+    "kvfast/engines": 8_332,
     "kvfast/files": 1_448,
     "kvfast/handles": 1_050,
     "kvfast/planning": 1_923,
@@ -29,7 +29,7 @@ MOST = {
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_198,
     "kvfast/tools": 5_295,
-    "tests": 45_064,
+    "tests": 45_216,
     "docs": 3_521,
 }
 MOST_OF_A_GUIDE = 100

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout, SlidingWindowSpec
 
 from kvfast import NonFiniteInputError, PagedKVCache
 from kvfast.engine import buffer_layout, key_bias_note
-from kvfast.engines.vllm import trial, versions
+from kvfast.engines.vllm import by_layer, trial, versions
 from kvfast.engines.vllm.formats import MODES, NAMES, TAIL, Directions, block_sizes, block_sizes_of_all, content_bytes, format_of
 from kvfast.engines.vllm.hybrids import Hybrids, finer, interleaved, layers_of_block, mend
 from kvfast.engines.vllm.memory import GroupMemory, arrays_of, without_gaps
@@ -175,13 +175,17 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             size = max(one for one in block_sizes(fmt) if kv_cache_spec.block_size % one == 0)
             self._blocks_each, cut = kv_cache_spec.block_size // size, partial(interleaved, block_size=size)
 
+        calibrated = {name: by_layer.calibrated(fmt, name, kv_cache_spec, vllm_config) for name in layer_names}
+
         def new_pool(buffer):
             num_blocks, heads, block_size, _ = buffer[0].shape
             dim, v_dim = kv_cache_spec.head_size, kv_cache_spec.head_size_v
             # Codes alone, of a layer with a window, may need fewer bytes than the blocks have.
             size = buffer_layout(1, heads, dim, 1, block_size, fmt, v_head_dim=v_dim).nbytes
             buffer = [one.view(np.uint8).reshape(num_blocks, -1)[:, :size] for one in buffer]
-            return PagedKVCache(len(buffer), heads, dim, num_blocks, block_size, fmt, v_head_dim=v_dim, buffer=buffer)
+            of_layers = {layer.impl.number: calibrated[layer.layer_name] for layer in reversed(layers)}
+            formats = [of_layers[i] for i in range(len(buffer))]
+            return PagedKVCache(len(buffer), heads, dim, num_blocks, block_size, formats, v_head_dim=v_dim, buffer=buffer)
 
         self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs, cut)
         if trial.LAYER not in layer_names:
@@ -225,6 +229,7 @@ class KVFastImpl(CPUAttentionBackendImpl):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         mend()
+        by_layer.let_layers_differ()
         if versions.Untested.needs_trial:
             trial.hold(KVFastBackend)
         if versions.Untested.is_off and self.kv_cache_dtype not in CPUAttentionBackend.supported_kv_cache_dtypes:

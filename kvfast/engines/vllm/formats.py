@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttent
 
 from kvfast import KVFormat
 from kvfast.engine import VLLM_FORMATS, VLLM_NAMES, buffer_layout, vllm_format
-from kvfast.engines.vllm import versions
+from kvfast.engines.vllm import by_layer, versions
 
 TAIL = "KVFAST_TAIL"
 BLOCK_SIZES = (32, 64, 128, 256)
@@ -98,6 +98,10 @@ def content_bytes(spec, fmt):
 
 def latent_format_of(spec):
     """The KVFormat of the latent rows of a KVCacheSpec; ValueError for what kvfast does not carry."""
+    if by_layer.asked():
+        raise ValueError(
+            f"kvfast keeps latent rows of all layers in one format: leave {by_layer.FORMATS} and {by_layer.CALIBRATION} out"
+        )
     if type(spec) is MLAAttentionSpec:
         fmt = FLOATS.get(spec.dtype) if spec.kv_quant_mode is KVQuantMode.NONE else LATENT_MODES.get(spec.kv_quant_mode)
         if fmt is not None:

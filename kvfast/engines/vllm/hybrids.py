@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
-from kvfast.engines.vllm import versions
+from kvfast.engines.vllm import by_layer, versions
 from kvfast.engines.vllm.formats import content_bytes, format_of
 
 _MAMBA = {"MAMBA1", "MAMBA2"}  # vLLM 0.32 does not find their states next to other layers in a block, and so has no operator for them
@@ -71,6 +71,7 @@ def layers_of_block():
         or config.parallel_config.pipeline_parallel_size > 1  # each process would count its own layers
         or config.scheduler_config.disable_hybrid_kv_cache_manager
         or config.speculative_config is not None  # a draft model has layers of its own
+        or by_layer.asked_formats()
     ):
         return 1
     layers = [one for one in get_layers_from_vllm_config(config, Attention).values() if one.kv_sharing_target_layer_name is None]

@@ -35,9 +35,10 @@ def register():
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from kvfast.engines.vllm.by_layer import asked
     from kvfast.engines.vllm.formats import has_tail, register_names
 
-    has_tail()
+    has_tail(), asked()  # errors of the user's settings come before a model is loaded
     register_names()
     _replace_in_platform("check_and_update_config", _keep_images_whole)
     if versions.LATENT_ROWS in parts:

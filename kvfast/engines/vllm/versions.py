@@ -21,6 +21,8 @@ USED = {
         "vllm.platforms": {"current_platform": ("check_and_update_config",)},
         "vllm.model_executor.layers.attention": {"Attention": ("get_kv_cache_spec",)},
         "vllm.model_executor.layers.attention.attention": {"get_attention_context": ("layer_name",)},
+        "vllm.model_executor.models.utils": {"extract_layer_index": ("layer_name",)},
+        "vllm.utils.torch_utils": {"kv_cache_dtype_str_to_dtype": ("kv_cache_dtype", "model_config")},
         "vllm.v1.attention.backend": {
             "AttentionMetadataBuilder": ("kv_cache_spec", "layer_names", "vllm_config", "device", "build"),
             "CommonAttentionMetadata": (

@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvfast.engine import FILE_VERSION, ChunkStore, check_size, files_digest, minor_of
+from kvfast.engines.vllm import by_layer
 from kvfast.engines.vllm.formats import format_of
 from kvfast.engines.vllm.versions import installed_version, is_tested
 
@@ -129,7 +130,7 @@ def settings_text(vllm_config, kv_cache_config, options, folder):
     groups = [[repr(one.kv_cache_spec), len(one.layer_names)] for one in kv_cache_config.kv_cache_groups]  # with the layers of drafts
     model = model_name(vllm_config, folder) if options.model is None else options.model
     version, dtype = minor_of(installed_version()), vllm_config.cache_config.cache_dtype
-    return json.dumps(["vllm", version, is_tested(installed_version()), FILE_VERSION, model, dtype, groups, stored])
+    return json.dumps(["vllm", version, is_tested(installed_version()), FILE_VERSION, model, dtype, groups, stored, *by_layer.asked()])
 
 
 def model_name(vllm_config, folder):

@@ -29,7 +29,7 @@ def filled(bits, codebook, num_heads, num_tokens):
 
 
 @each_case
-def bench_attention_scores(benchmark, bits, codebook):
+def bench_attention_scores(benchmark, took, bits, codebook):
     """One thread, one query for each of 8 heads."""
     cache, keys, _ = filled(bits, codebook, 8, 4096)
     q = np.random.default_rng(1).standard_normal((8, DIM)).astype(np.float32)
@@ -40,7 +40,7 @@ def bench_attention_scores(benchmark, bits, codebook):
     with using_threads(1):
         bandwidth = read_bandwidth(num_threads=1)
         benchmark.pedantic(cache.attention_scores, args=(q,), rounds=50, warmup_rounds=3)
-    seconds = benchmark.stats.stats.median
+    seconds = took()
     benchmark.extra_info.update(
         isa=kvfast.active_isa(),
         bits=str(bits),
@@ -51,7 +51,7 @@ def bench_attention_scores(benchmark, bits, codebook):
 
 
 @each_case
-def bench_attend(benchmark, bits, codebook):
+def bench_attend(benchmark, took, bits, codebook):
     """32 heads and 512 tokens."""
     cache, keys, values = filled(bits, codebook, 32, 512)
     q = np.random.default_rng(1).standard_normal((32, DIM)).astype(np.float32)
@@ -68,14 +68,14 @@ def bench_attend(benchmark, bits, codebook):
         codebook=codebook,
         cosine=float(cosine),
         bytes_per_vector=cache.bytes_per_token / 64,
-        us_per_head=benchmark.stats.stats.median / 32 * 1e6,
+        us_per_head=took() / 32 * 1e6,
     )
 
 
 @each_case
-def bench_push_token(benchmark, bits, codebook):
+def bench_push_token(benchmark, took, bits, codebook):
     """8 heads."""
     cache, keys, values = filled(bits, codebook, 8, 4096)
     with using_threads(1):
         benchmark.pedantic(cache.push_token, args=(keys[0], values[0]), rounds=200)
-    benchmark.extra_info.update(bits=str(bits), codebook=codebook, us_per_vector=benchmark.stats.stats.median / 16 * 1e6)
+    benchmark.extra_info.update(bits=str(bits), codebook=codebook, us_per_vector=took() / 16 * 1e6)

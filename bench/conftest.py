@@ -1,4 +1,5 @@
 import functools
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,6 @@ from kvfast.tools.cli.bench.measure import Meter, using_threads
 # Scripts without benches for pytest, some of packages that need not be there.
 collect_ignore = [path.name for path in Path(__file__).parent.glob("bench_*.py") if "\ndef bench_" not in path.read_text("utf-8")]
 collect_ignore += ["studies"]
-
-
-def pytest_addoption(parser):
-    parser.addoption("--short", action="store_true", help="small cases, which show that a bench runs and nothing else")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,8 +49,15 @@ def prepared(case, least_bytes):
 
 
 @pytest.fixture
-def run_case(request, benchmark, threads):
-    """Measure a `Case` of kvfast.tools.cli.bench, and the machine before each round.
+def took(benchmark):
+    """A function: the median of the rounds in seconds, NaN with --benchmark-disable."""
+    return lambda: math.nan if benchmark.disabled else benchmark.stats.stats.median
+
+
+@pytest.fixture
+def run_case(benchmark, threads):
+    """Measure a `Case` of kvfast.tools.cli.bench, and the machine before each round. With --benchmark-disable a small case runs once, which
+    shows that the bench runs and nothing else.
 
     Absolute times mean nothing across machines: so records also have `bandwidth_fraction` and
     `compute_fraction`, the medians over the rounds of what the call did of what the machine did just before.
@@ -61,12 +65,14 @@ def run_case(request, benchmark, threads):
 
     def run(case, rounds=5):
         least_bytes = LEAST_BYTES
-        if request.config.getoption("--short"):
+        if benchmark.disabled:
             case, least_bytes = replace(case, context=min(case.context, 4096), num_tokens=min(case.num_tokens, 64)), 10**6
         work = prepared(case, least_bytes)
         kvfast.set_num_threads(threads)
         meter = Meter(case, work, threads)
         benchmark.pedantic(work.call, setup=meter.sample, rounds=rounds, warmup_rounds=1)
+        if benchmark.disabled:
+            return
         result = meter.result(benchmark.stats.stats.data)
         benchmark.extra_info.update(
             work=case.work,

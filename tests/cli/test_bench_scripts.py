@@ -98,7 +98,7 @@ def test_script(request, tmp_path, name, needs, options, printed):
 
 def test_benches_for_pytest():
     pytest.importorskip("pytest_benchmark")
-    printed = run("-m pytest bench --short -q -p no:cacheprovider", ["-k", BENCHES])
+    printed = run("-m pytest bench --benchmark-disable -q -p no:cacheprovider", ["-k", BENCHES])
     assert int(re.search(r"(\d+) passed", printed)[1]) > 30 and "failed" not in printed
 
 

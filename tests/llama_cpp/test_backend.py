@@ -138,6 +138,18 @@ def test_streams(cpu, backend, queries):
     problem.free()
 
 
+def test_rows_that_the_last_panel_lacks_see_nothing(cpu, backend):
+    """Whatever a call before, of packed rows, has left where a thread keeps what rows see. A mask with holes is a bias."""
+    rng = np.random.default_rng(21)
+    few, holes = (np.where(rng.random(shape) < 0.3, 0, -np.inf) for shape in ((1, 1, 1, 1000), (3, 1, 20, 2000)))
+    for _ in range(5):
+        packed = tensors(rng, heads=64, kv_heads=1, tokens=1000, dim=576, v_dim=512), "f16", few
+        for rows, storage, mask in (packed, (tensors(rng, streams=3, queries=20, tokens=2000), "q4_0", holes)):
+            problem = Problem(cpu, *rows, storage, mask=mask)
+            check(problem, backend)
+            problem.free()
+
+
 @pytest.mark.parametrize("storage", ["f16", "bf16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("queries", [1, 16])
 @pytest.mark.parametrize("loud", [40, 300, 3000])

@@ -97,6 +97,7 @@ static void attend_with_matrix(const kv_task *t, const tile_rows *k, const tile_
     scratch *own = t->own;
     const int blocks = kv_num_blocks(t);
     t->wide->operands.room = &own->room;
+    for (int r = t->rows; r < blocks * KV_ROWS; r++) own->from[r] = own->to[r] = 0; /* biases go to all rows of a panel */
     for (int b = 0; b < blocks; b++) {
         kv_panel *panel = t->wide->panels + b;
         memcpy(panel->start, own->from + b * KV_ROWS, sizeof panel->start);

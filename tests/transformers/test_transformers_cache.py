@@ -353,12 +353,13 @@ def test_a_step_that_broke_off_is_noticed_and_taken_back(llama):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("begun, dropped", [(0, 4), (30, 4), (30, 9), (30, 34)])
 def test_an_interrupted_step_costs_no_more_than_itself(name, begun, dropped):
-    """Between any two layers, in a batch with padding."""
+    """Between any two layers, in a batch with padding; copies too, which were made before the cache counted the step before."""
     model, (ids, mask) = random_model(name), prompt(2, 40, (0, 3))
-    for layer in model.model.layers[1:]:
+    for i, layer in enumerate(model.model.layers[1:]):
         cache = KVFastCache(model.config, "float32")
         if begun:
             logits(model, ids[:, :begun], "kvfast", cache, mask[:, :begun])
+        cache = copy.deepcopy(cache) if i % 2 else cache
         interrupt(layer, functools.partial(logits, model, ids[:, begun : begun + 4], "kvfast", cache, mask[:, : begun + 4]))
         assert cache.get_seq_length() == begun + 4
         cache.crop(-dropped)

@@ -362,9 +362,9 @@ class RowCaches:
 
     def copy(self):
         """Independent copies."""
-        other = object.__new__(RowCaches)
+        rows, other = self.settled(), object.__new__(RowCaches)  # the former counts the last step
         other.__dict__.update(self.__dict__)
-        other.rows = [row.copy() for row in self.settled()]
+        other.rows = [row.copy() for row in rows]
         other.seen, other._open, other._expected = list(self.seen), set(), set()
         other._unseen, other._stored = set(self._unseen), []
         return other

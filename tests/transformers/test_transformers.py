@@ -117,6 +117,14 @@ def test_padding_inside(llama):
         llama.float()
 
 
+def test_a_row_begins_after_others(llama):
+    """Its first tokens have the first positions, and it had padding where others have tokens."""
+    ids, mask = prompt(2, 20, (8,))
+    cache = KVFastCache(llama.config, "float32")
+    logits(llama, ids[:, :8], "kvfast", cache, mask[:, :8])
+    assert ours(llama, ids, mask, cache).tolist() == stock(llama, ids, mask).tolist()
+
+
 RIGHT, LEFT, BOTH = (0, slice(7, None)), (1, slice(0, 4)), ((2, slice(0, 3)), (2, slice(9, None)))
 
 

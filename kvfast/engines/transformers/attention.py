@@ -73,7 +73,7 @@ def attention(
         if query.shape[2] != key.tensor.shape[2]:
             raise ValueError(f"{type(module).__name__} brings {key.tensor.shape[2]} keys and {query.shape[2]} queries")
         if layer == 0:
-            _check_positions(others.get("position_ids"), max(row.layer_length(0) for row in rows.rows))
+            _check_positions(others.get("position_ids"), rows.rows[0].layer_length(0), parts[0])
         rows.store(layer, parts, as_numpy(key.tensor), as_numpy(value.tensor))
     elif key.expands:
         raise _not_computed(module, "keys of its own of the latents that another layer has stored as its keys")
@@ -144,9 +144,10 @@ def _place(module, key, value):
     return key.rows, key.layer
 
 
-def _check_positions(positions, before):
-    """Refuse tokens that begin at the first position again, after others."""
-    if before and positions is not None and positions.ndim == 2 and positions[0, 0] == 0 and positions[0, -1] >= before:
+def _check_positions(positions, before, part):
+    """Refuse tokens of the first row that begin at the first position again, after others."""
+    own = None if part is None or positions is None or positions.ndim != 2 else positions[0, part]
+    if before and own is not None and own[0] == 0 and own[-1] >= before:
         raise ValueError(
             f"tokens begin at position 0 again, and the cache holds {before}: generate gives every token again with use_cache=False, and "
             f"in assisted generation with a cache that is not empty. Leave these out, or reset() the cache"

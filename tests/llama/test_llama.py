@@ -583,11 +583,32 @@ def test_served_texts_are_those_of_each_request_alone(tiny_model, num_blocks, ma
 
 def test_requests_that_cannot_be_served_are_refused(tiny_model):
     model, _ = tiny_model
-    server = llama.BatchGenerator(model, kvfast.PagedKVCache(*model.cache_shape, num_blocks=2, block_size=16, dtype="int8"))
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        server.add([], 5)
-    with pytest.raises(ValueError, match="20 tokens and 13 more do not fit a pool of 32"):
-        server.add([1] * 20, 13)
+    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=2, block_size=16, dtype="int8")
+    server = llama.BatchGenerator(model, pool)
+    for prompt, max_tokens, message in (
+        ([], 5, "the prompt is empty"),
+        ([1] * 20, 13, "20 tokens and 13 more do not fit a pool of 32"),
+        ([1, -1], 5, "token ids must lie in 0"),
+        ([1], 0, "max_tokens must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            server.add(prompt, max_tokens)
+    with pytest.raises(TypeError, match="max_tokens must be an integer"):
+        server.add([1], 2.5)
+    for name in ("max_running", "max_batch_tokens"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            llama.BatchGenerator(model, pool, **{name: 0})
+
+
+def test_a_pool_that_others_fill_is_told(tiny_model):
+    pool = kvfast.PagedKVCache(*tiny_model[0].cache_shape, num_blocks=3, block_size=16, dtype="int8")
+    other, server = pool.new_sequence(), llama.BatchGenerator(tiny_model[0], pool)
+    tiny_model[0].prefill([1] * 32, other)
+    request = server.add([2] * 20, 5)
+    with pytest.raises(kvfast.CacheFullError, match="a request needs 2 blocks, and others than requests leave 1"):
+        list(server.run())
+    other.free()
+    assert len(list(server.run())) == len(request.output) == 5
 
 
 def test_a_session_in_a_relative_path_stays_where_it_is(tmp_path, tiny_model, monkeypatch):

@@ -106,7 +106,7 @@ class LlamaModel:
         ndarray, shape (num_tokens, hidden_size), float32
             The final hidden states, normalised: what `logits` takes.
         """
-        tokens = self._checked(tokens)
+        tokens = self.checked(tokens)
         positions = len(cache) + np.arange(len(tokens))
         for draft, parent in enumerate(tree_parents or (), len(tokens) - len(tree_parents or ())):
             positions[draft] = positions[parent + len(tokens) - len(tree_parents)] + 1
@@ -121,7 +121,7 @@ class LlamaModel:
 
         Returns hidden states of shape (len(caches), num_tokens, hidden_size).
         """
-        tokens = self._checked(tokens)
+        tokens = self.checked(tokens)
         count = len(tokens)
         positions = np.concatenate([len(cache) + np.arange(count) for cache in caches])
 
@@ -156,7 +156,7 @@ class LlamaModel:
         ndarray, shape (sum(counts), hidden_size), float32
             The final hidden states, normalised.
         """
-        tokens = self._checked(tokens)
+        tokens = self.checked(tokens)
         pool = sequences[0].pool
         slots = pool.slot_mapping(sequences, counts)
         bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -187,7 +187,8 @@ class LlamaModel:
         """Score every token of the vocabulary as the next one: hidden states (..., hidden_size) give (..., vocab_size), float32."""
         return self._linear(hidden, self.weights.output)
 
-    def _checked(self, tokens):
+    def checked(self, tokens):
+        """Token ids as an array; ValueError for those that are not in the vocabulary."""
         tokens = as_array(tokens, "tokens")
         if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
             raise ValueError(f"tokens must be a sequence of at least one token id, got {tokens.dtype} of shape {tokens.shape}")

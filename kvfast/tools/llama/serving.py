@@ -14,6 +14,8 @@ from itertools import takewhile
 
 import numpy as np
 
+from kvfast import CacheFullError
+from kvfast.engine import check_size
 from kvfast.tools.llama.generation import Sampler
 
 
@@ -55,25 +57,28 @@ class BatchGenerator:
     def __init__(self, model, pool, *, sampler=None, end_ids=(), max_running=16, max_batch_tokens=512, salt=b""):
         self.model, self.pool = model, pool
         self.sampler, self.end_ids, self.salt = sampler or Sampler(), end_ids, salt
-        self.max_running, self.max_batch_tokens = max_running, max_batch_tokens
+        self.max_running = check_size(max_running, "max_running", 1)
+        self.max_batch_tokens = check_size(max_batch_tokens, "max_batch_tokens", 1)
         self.waiting, self.running = deque(), []
         self.num_preemptions = 0
 
     def add(self, prompt, max_tokens):
         """Queue a prompt, and return its `Request`.
 
-        ValueError if the prompt is empty, or prompt and text do not fit the pool even alone.
+        ValueError if the prompt is empty or has tokens that the model does not know, or prompt and text do not fit the pool even alone.
         """
         if not len(prompt):
             raise ValueError("the prompt is empty: there is no token to start from")
+        prompt, max_tokens = self.model.checked(prompt), check_size(max_tokens, "max_tokens", 1)
         if len(prompt) + max_tokens > self.pool.capacity():
             raise ValueError(f"{len(prompt)} tokens and {max_tokens} more do not fit a pool of {self.pool.capacity()}")
-        request = Request([int(token) for token in prompt], max_tokens)
+        request = Request(prompt.tolist(), max_tokens)
         self.waiting.append(request)
         return request
 
     def step(self):
-        """Run the model once. Returns the requests that got a token, or ended."""
+        """Run the model once. Returns the requests that got a token, or ended. CacheFullError if sequences of others have left the pool no
+        room for a request alone; it goes on when they are freed."""
         batch = self._next_batch()
         if not batch:
             return []
@@ -115,6 +120,9 @@ class BatchGenerator:
             needed = sum(self._blocks(request, count) for request, count in batch)
             if needed <= self.pool.num_free_blocks:
                 return batch
+            if len(self.running) == 1:
+                free = self.pool.num_free_blocks
+                raise CacheFullError(f"a request needs {needed} blocks, and others than requests leave {free}: free some", needed, free)
             self._preempt(self.running[-1])
 
     def _admit(self):

@@ -269,6 +269,9 @@ def test_other_masks_are_refused(llama):
         ValueError, match="the mask of LlamaAttention is another one: no token sees token 1 of row 0, which sees others"
     ):
         logits(llama, ids, "kvfast", KVFastCache(llama.config), (torch.arange(36) % 2 == 0).reshape(1, 1, 6, 6))
+    for shape in ((1, 1, 6, 5), (1, 1, 6, 9), (1, 1, 4, 6)):
+        with pytest.raises(RuntimeError, match="got 6 more, and the mask is one for .* or the mask is not this cache's"):
+            logits(llama, ids, "kvfast", KVFastCache(llama.config), torch.ones(shape, dtype=torch.bool))
     window = transformers.masking_utils.sliding_window_causal_mask_function
     chunks = transformers.masking_utils.chunked_causal_mask_function
     sizes = {"batch_size": 1, "q_length": 6, "kv_length": 6}

@@ -172,6 +172,8 @@ def _matrix_of(rows, layer, n, tensor, kind):
     """The mask of a tensor, which layers share."""
     if type(rows.matrix) is kind and rows.matrix.tensor is tensor:
         return rows.matrix
+    if tensor.ndim == 4:
+        rows.check_place(layer, n, tensor.shape[3] - tensor.shape[2], tensor.shape[2])
     return kind(tensor, rows.kept(layer)[:, : rows.seen[layer] - n])
 
 

@@ -157,18 +157,23 @@ class RowCaches:
                 f"attention_mask is for {mask.width} tokens, but with this step the cache has got {before + n}: was it "
                 f"filled before, or does generate give it every token again, as with use_cache=False?"
             )
-        if (mask.q_offset, mask.q_length) != (before, n):
-            self._expected.discard(layer)  # so that the step may come again
-            self.seen[layer] = before
-            raise RuntimeError(
-                f"layer {self.numbers[layer]} holds {before} tokens and got {n} more, and the mask is one for {mask.q_offset} and {mask.q_length}: "
-                f"the step before broke off between two layers, or the mask is not this cache's. {self._way_back()}"
-            )
+        self.check_place(layer, n, mask.q_offset, mask.q_length)
         owner, parts = mask.parts
         if owner is not self:
             parts = self._new_parts(before, n, mask.padding)
             mask.parts = self, parts
         return parts
+
+    def check_place(self, layer, n, q_offset, q_length):
+        """Refuse a mask that is not for the `n` new tokens of a layer, and let the step come again."""
+        before = self.seen[layer] - n
+        if (q_offset, q_length) != (before, n):
+            self._expected.discard(layer)
+            self.seen[layer] = before
+            raise RuntimeError(
+                f"layer {self.numbers[layer]} holds {before} tokens and got {n} more, and the mask is one for {q_offset} and {q_length}: "
+                f"the step before broke off between two layers, or the mask is not this cache's. {self._way_back()}"
+            )
 
     def _new_parts(self, before, n, padding):
         if padding is None and self._padding is None:

@@ -185,6 +185,7 @@ def test_too_many_requests_are_told_to_come_again(smollm2_file):
         ({"question": 3 * LONG}, "maximum context length is 1024 tokens"),
         ({"question": "hi", "grammar": "root ::= ("}, "the grammar"),
         ({"question": "hi", "logprobs": True, "top_logprobs": 1}, "logprobs is not supported"),
+        ({"question": "", "path": "completions"}, "the prompt is empty"),
     ],
 )
 def test_errors_are_told(port, options, why):

@@ -84,6 +84,8 @@ class ServedLlama(llama_cpp.Llama):
     def create_completion(self, prompt, *args, **options):
         """That of a free context: of the one that holds the longest beginning of the prompt, or else was used longest ago."""
         now, tokens = caller.get(), np.array(prompt if isinstance(prompt, list) else self.tokenize(prompt.encode(), special=True))
+        if not len(tokens):
+            raise ValueError("the prompt is empty: there is no token to start from")
         if now and not now.llm:
             now.llm = self._take(tokens)
         llm = now.llm if now else self

@@ -165,6 +165,7 @@ class PromptCache(PromptKeeper):
                 values[listed] = tails_value([tail, *others]), 0
         total = sum(HEADER_BYTES + form.nbytes(i) for i in range(len(chunks))) + sum(len(value) for value, _ in values.values())
         if self.max_bytes is not None and total > self.max_bytes:
+            self.chunks.warn(f"a prompt is not saved in {self.store.url}: it is larger than max_bytes={self.max_bytes}")
             return False
         # All bytes are read now, as the cache may change when this returns.
         new = [i for i, key in enumerate(chunks) if not here[key]]

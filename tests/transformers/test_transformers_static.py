@@ -92,8 +92,29 @@ def test_a_cache_goes_back():
     cache.crop(-10)
     again = logits(model, ids[:, 20:], "kvfast_static", cache, mask)
     assert int(cache.get_seq_length()) == 30 and torch.allclose(again, first[:, 20:], atol=1e-5)
-    cache.reset()
-    assert torch.equal(logits(model, ids, "kvfast_static", cache, mask), first)
+    for forget in (cache.reset, lambda: cache.crop(-300)):
+        forget()
+        assert torch.equal(logits(model, ids, "kvfast_static", cache, mask), first)
+    with pytest.raises(TypeError, match="tokens_to_remove must be an integer, got -1.5"):
+        cache.crop(-1.5)
+
+
+def test_tokens_keep_their_places():
+    """Rows of another batch would not have any, and with other padding those of other tokens."""
+    model = random_model("llama")
+    ids, mask = prompt(2, 20, (4, 0))
+    cache = KVFastStaticCache(model.config, 80, "float32")
+    logits(model, ids, "kvfast_static", cache, mask)
+    for other in (None, torch.ones(2, 21, dtype=mask.dtype)):
+        with pytest.raises(ValueError, match=r"has \[0, 0\] tokens of padding .*, and had \[4, 0\] when the 20 tokens before"):
+            logits(model, ids[:, :1], "kvfast_static", cache, other)
+    with pytest.raises(ValueError, match="this cache holds a batch of 2, got keys of 1: make another one"):
+        logits(model, ids[:1, :1], "kvfast_static", cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = torch.cat([mask.flip(0), mask[:, -1:]], 1)
+    found = logits(model, ids[:, :1], "kvfast_static", cache, swapped)
+    whole = torch.cat([ids.flip(0), ids[:, :1]], 1)
+    assert torch.allclose(found, logits(model, whole, "eager", transformers.DynamicCache(), swapped)[:, -1:], atol=1e-4)
 
 
 def test_a_step_that_broke_off_is_taken_back():
@@ -104,6 +125,8 @@ def test_a_step_that_broke_off_is_taken_back():
     cache.crop(-10)
     interrupt(model.model.layers[2], lambda: logits(model, ids[:, 20:24], "kvfast_static", cache, mask[:, :24]))
     assert repr(cache) == "KVFastStaticCache(float32, 4 layers, batch of 1, 24 of 80 tokens, 128.0 KiB)"
+    with pytest.raises(RuntimeError, match=r"the last step did not reach every layer: crop\(-n\) takes its n tokens back"):
+        logits(model, ids[:, 24:], "kvfast_static", cache, mask)
     cache.crop(-4)
     assert torch.allclose(logits(model, ids[:, 20:], "kvfast_static", cache, mask), first[:, 20:], atol=1e-5)
 

@@ -9,7 +9,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 import kvfast.torch
 from kvfast import CacheFullError
-from kvfast.engine import MAX_TOKENS, check_size, size_text
+from kvfast.engine import MAX_TOKENS, as_integer, check_size, size_text
 from kvfast.engines.transformers.attention import check_call
 
 STATIC = "kvfast_static"
@@ -40,6 +40,7 @@ class BlocksLayer(CacheLayerMixin):
         self._config, self.window = config, window
         self.max_cache_len, self.dtype, self.block_size = max_cache_len, dtype, block_size
         self.cumulative_length = torch.tensor(0)  # tokens, with padding; a tensor, so that a graph is good for all of them
+        self.padding = None  # of each row, as far as steps that are not compiled have told
 
     def lazy_initialization(self, key_states, value_states):
         batch, heads, _, head_dim = key_states.shape
@@ -62,8 +63,21 @@ class BlocksLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if len(key_states) != len(self.block_table):
+            raise ValueError(f"this cache holds a batch of {len(self.block_table)}, got keys of {len(key_states)}: make another one")
         self.cumulative_length.add_(n)
         return New(key_states, self), New(value_states, self)
+
+    def check_padding(self, padding, n):
+        """Refuse other padding before the `n` new tokens of rows that hold some: stored tokens keep their places."""
+        before = self.cumulative_length - n
+        if self.padding is not None and ((padding != self.padding) & (self.padding < before)).any():
+            self.cumulative_length.sub_(n)
+            raise ValueError(
+                f"attention_mask has {padding.tolist()} tokens of padding before the rows, and had {self.padding.tolist()} when the "
+                f"{int(before)} tokens before came: pass the mask of all tokens"
+            )
+        self.padding = padding
 
     def _check_attention(self):
         if self._config._attn_implementation != STATIC:
@@ -84,6 +98,7 @@ class BlocksLayer(CacheLayerMixin):
 
     def reset(self):
         self.cumulative_length.zero_()
+        self.padding = None
 
     def reorder_cache(self, beam_idx):
         """Give row i the tokens that row ``beam_idx[i]`` has."""
@@ -92,6 +107,7 @@ class BlocksLayer(CacheLayerMixin):
             if len(beam_idx) != len(rows):  # one index would be copied to all rows
                 raise ValueError(f"beam_idx must have an index for each of the {len(rows)} rows, got {len(beam_idx)}")
             rows.copy_(rows.index_select(0, beam_idx))
+            self.padding = None if self.padding is None else self.padding[beam_idx]
 
 
 class KVFastStaticCache(Cache):
@@ -128,9 +144,15 @@ class KVFastStaticCache(Cache):
         windows = [one.get("sliding_window") for one in options]
         super().__init__(layers=[BlocksLayer(text, window, max_cache_len, dtype, block_size) for window in windows])
 
+    def update(self, key_states, value_states, layer_idx, *args, **options):
+        """As transformers' ``Cache.update``. RuntimeError after a step that broke off between two layers."""
+        if layer_idx == 0 and not torch.compiler.is_compiling() and len({int(one.cumulative_length) for one in self.layers}) > 1:
+            raise RuntimeError("the last step did not reach every layer: crop(-n) takes its n tokens back, or reset() the cache")
+        return super().update(key_states, value_states, layer_idx, *args, **options)
+
     def crop(self, tokens_to_remove):
         """Drop the last tokens, -`tokens_to_remove` of those that the first layer has seen: so it takes back a step that broke off."""
-        keep = self.layers[0].cumulative_length - abs(tokens_to_remove)
+        keep = (self.layers[0].cumulative_length - abs(as_integer(tokens_to_remove, "tokens_to_remove"))).clamp(min=0)
         for layer in self.layers:
             layer.cumulative_length.clamp_(max=keep)
 
@@ -186,6 +208,8 @@ def static_attention(module, query, key, value, attention_mask, scaling=None, dr
     batch, num_q_heads, n, head_dim = query.shape
     capacity = layer.block_table.shape[1] * layer.block_size
     padding = attention_mask.view(-1) if attention_mask is not None else torch.zeros(batch, dtype=torch.int64)
+    if not torch.compiler.is_compiling():
+        layer.check_padding(padding, n)
     places = layer.cumulative_length - n + torch.arange(n) - padding[:, None]  # of each token among its row's own
     slots = torch.arange(batch)[:, None] * capacity + places
     # Those of padding are left out; a token after the last place gets a slot that the operator refuses.

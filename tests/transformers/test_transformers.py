@@ -170,7 +170,7 @@ def test_logits(any_model, dtype, limit):
 def test_models_in_halves(llama, dtype):
     ids, _ = prompt(2, 30)
     half = copy.deepcopy(llama).to(dtype)
-    found = logits(half, ids, "kvfast", KVFastCache(llama.config, "float32"))
+    found = logits(half, ids, "kvfast", KVFastCache(half.config, "float32"))
     assert found.dtype == dtype
     expected = logits(llama, ids, "eager", None)
     assert (found - expected).norm() < 0.05 * expected.norm()

@@ -434,9 +434,12 @@ def test_kvfast_does_not_import_it():
 
 
 def test_another_models_configuration_is_refused(llama):
-    """With fewer layers than the model; and a model where its configuration belongs."""
+    """With fewer layers than the model, or another attention; and a model where its configuration belongs."""
     with pytest.raises(TypeError, match=r"config must be the configuration of a model, got a \w+: pass model.config"):
         KVFastCache(llama)
+    llama.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"made with another configuration .*: make it by KVFastCache\(model.config\)"):
+        logits(llama, prompt(1, 5)[0], "kvfast", KVFastCache(copy.deepcopy(llama.config)))
     config = copy.deepcopy(llama.config)
     config.num_hidden_layers -= 1
     cache = KVFastCache(config)

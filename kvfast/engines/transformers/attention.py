@@ -57,6 +57,11 @@ def attention(
     if not isinstance(key, Received) and not isinstance(value, Received):
         if indices is not None:
             raise _not_computed(module, "the tokens of an indexer without a KVFastCache")
+        if hasattr(key, "is_decoded"):
+            raise ValueError(
+                f'the KVFastCache was made with another configuration than that of the model, one without attn_implementation="{NAME}", so '
+                f"it decodes all of its tokens at each step: make it by KVFastCache(model.config)"
+            )
         return _without_cache(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, is_causal, others)
     rows, layer = _place(module, key, value)
     window, chunk = rows.windows[layer], rows.chunks[layer]

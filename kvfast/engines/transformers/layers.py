@@ -35,7 +35,9 @@ class StoredLayer(CacheLayerMixin):
         rows.fit(layer, key_states, value_states, direct)
         rows.store(layer, rows.parts(layer, key_states.shape[2], None), as_numpy(key_states), as_numpy(value_states))
         first = rows.first_seen(layer, rows.seen[layer] - key_states.shape[2] + 1)
-        return tuple(tensor[:, :, first:].to(key_states.dtype) for tensor in rows.decoded(layer))
+        decoded = tuple(tensor[:, :, first:].to(key_states.dtype) for tensor in rows.decoded(layer))
+        decoded[0].is_decoded = True  # which kvfast's attention refuses: it has another configuration than the cache
+        return decoded
 
     def get_mask_sizes(self, query_length):
         seen = self._rows.seen[self._index]

@@ -15,21 +15,21 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 51_440,
+    "kvfast": 51_486,
     "kvfast/attention": 4_173,
     "kvfast/caches": 3_185,
     "kvfast/codec": 2_640,
     "kvfast/compression": 1_970,
     "kvfast/core": 2_920,
-    "kvfast/engines": 8_332,
+    "kvfast/engines": 8_372,
     "kvfast/files": 1_448,
     "kvfast/handles": 1_050,
     "kvfast/planning": 1_923,
-    "kvfast/prompts": 2_999,
+    "kvfast/prompts": 3_000,
     "kvfast/simd": 8_230,
     "kvfast/storage": 6_198,
-    "kvfast/tools": 5_295,
-    "tests": 45_216,
+    "kvfast/tools": 5_304,
+    "tests": 45_290,
     "docs": 3_521,
 }
 MOST_OF_A_GUIDE = 100

@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from kvfast.codec.blocks cimport kv_layout
+from kvfast.codec.blocks cimport kv_layout, side_of
 from kvfast.codec.stored_floats cimport StoredFloats, are_storable
 from kvfast.core.kernels cimport kv_side
 from kvfast.core.limits cimport KV_SLAB_SHIFT, KV_PIECE
@@ -84,7 +84,7 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
         for head in range(floats.pieces.num_kv_heads):
             piece = floats.pieces.bytes_of_head(layer, floats.float_of[table.map.slot(position) // KV_PIECE], 1, head, values)[0]
             if copies:
-                piece, row_bytes = piece.copy(), layout.floats.v.row_stride if values else layout.floats.k.row_stride
+                piece, row_bytes = piece.copy(), side_of(layout.floats, values).row_stride
                 first = max(layout.float_tokens - position, <Py_ssize_t>0)
                 last = KV_PIECE
                 if layout.open_tokens:
@@ -103,7 +103,7 @@ def floats_of(SequenceStorage storage, Py_ssize_t layer, bint values, bint in_pi
     cdef StoredFloats floats = StoredFloats.__new__(StoredFloats)
     table, i = storage.layer_tables[layer]
     layout = table.pool.layouts[i].floats if in_pieces else table.pool.layouts + i
-    floats.side, floats.owner = &layout.v if values else &layout.k, table.pool
+    floats.side, floats.owner = side_of(layout, values), table.pool
     return floats
 
 
@@ -185,7 +185,7 @@ def check_rest(SequenceStorage storage, Py_ssize_t skip, Py_ssize_t length, list
 cdef Py_ssize_t _check_blocks(const kv_layout *layout, bint values, const unsigned char *data, Py_ssize_t at,
                               Py_ssize_t count) except -1:
     """Check the floats of `count` blocks from `at` on. Returns where they end."""
-    cdef const kv_side *side = &layout.v if values else &layout.k
+    cdef const kv_side *side = side_of(layout, values)
     cdef bint good
     with nogil:
         good = are_storable(side, <const char *>data + at, count)

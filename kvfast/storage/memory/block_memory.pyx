@@ -6,7 +6,8 @@ from libc.stdint cimport int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset
 
-from kvfast.codec.blocks cimport Arena, arena_over, init_sides, k_block_at, kv_slab, kv_layout, set_bases, v_block_at
+from kvfast.codec.blocks cimport (Arena, arena_over, block_at, init_sides, k_block_at, kv_slab, kv_layout, set_bases, side_of,
+                                  v_block_at)
 from kvfast.core.checks cimport check_count
 from kvfast.core.kernels cimport active, kv_kernels
 from kvfast.core.limits cimport (KV_SLAB_BLOCKS, KV_SLAB_SHIFT, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_LAYERS, KV_MAX_ROPE_DIM,
@@ -321,14 +322,14 @@ cdef class BlockMemory:
         """Bytes of `count` blocks in a row: a writable view, uint8 of shape (count, bytes of a block)."""
         cdef kv_layout *layout = self.layouts + layer
         cdef const kv_slab *slab
-        cdef Py_ssize_t nbytes = layout.v.bytes if values else layout.k.bytes
+        cdef Py_ssize_t nbytes = side_of(layout, values).bytes
         cdef Arena arena
         cdef char *start
         if count == 0:
             return np.empty((0, nbytes), np.uint8)
         slab = layout.slabs + self.slab_of[first >> KV_SLAB_SHIFT]
         arena = self.arenas[self.slab_of[first >> KV_SLAB_SHIFT]] if self.layers is None else self.layers[layer]
-        start = v_block_at(layout, first, head) if values else k_block_at(layout, first, head)
+        start = block_at(layout, first, head, values)
         return np.ndarray((count, nbytes), np.uint8, buffer=arena, offset=start - arena.data,
                           strides=(slab.v_block_stride if values else slab.k_block_stride, 1))
 

@@ -6,7 +6,7 @@ from libc.stdint cimport int16_t, int32_t, uint8_t
 from libc.stdlib cimport abs, calloc, free
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport patched_from
+from kvfast.codec.blocks cimport patched_from, side_of
 from kvfast.codec.decode cimport restore_floats
 from kvfast.codec.seal cimport seal_blocks
 from kvfast.core.limits cimport KV_SLAB_BLOCKS, KV_PIECE
@@ -247,7 +247,7 @@ cdef class FloatRows:
         if layout.floats == NULL:
             return result
         for values in (False, True):
-            kept = layout.float_tokens * (layout.floats.v.row_stride if values else layout.floats.k.row_stride)
+            kept = layout.float_tokens * side_of(layout.floats, values).row_stride
             for head in range(self.pieces.num_kv_heads):
                 piece = self.pieces.bytes_of_head(layer, self.float_of[block * self.per_block], 1, head, values)[0]
                 if copies:

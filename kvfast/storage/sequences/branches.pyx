@@ -5,9 +5,9 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport k_block_at, kv_layout, piece_of, v_block_at
+from kvfast.codec.blocks cimport block_at, kv_layout, piece_of, side_of
 from kvfast.core.checks cimport check_integers
-from kvfast.core.kernels cimport active, kv_kernels
+from kvfast.core.kernels cimport active, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_PIECE
 from kvfast.storage.sequences.segments cimport Segment
 from kvfast.storage.sequences.sequence cimport SequenceStorage
@@ -139,23 +139,26 @@ cdef void _move_token(const kv_kernels *kernels, const kv_layout *layout, int64_
     """Copy the codes and the float rows of a token, as far as it has them, from slot to slot."""
     cdef int size = layout.k.block_size, from_offset = <int>(source % size), offset = <int>(target % size)
     cdef int32_t from_block = <int32_t>(source // size), block = <int32_t>(target // size), piece, from_piece
-    cdef const kv_layout *floats = layout.floats
+    if not layout.seals:
+        _move_rows(kernels, layout, from_block, from_offset, block, offset)
+    piece = -1 if layout.floats == NULL else piece_of(layout, block, offset)
+    if piece >= 0:
+        from_piece = piece_of(layout, from_block, from_offset)
+        _move_rows(kernels, layout.floats, from_piece, from_offset % KV_PIECE, piece, offset % KV_PIECE)
+
+
+cdef void _move_rows(const kv_kernels *kernels, const kv_layout *layout, int32_t from_block, int from_offset, int32_t block,
+                     int offset) noexcept nogil:
+    """Copy the rows of a token in all heads; or with block -1, zero them: nobody reads them, but what a dropped token had there must
+    go."""
+    cdef const kv_side *side
     cdef Py_ssize_t head
-    for head in range(0 if layout.seals else layout.num_kv_heads):
-        kernels.copy_token(&layout.k, k_block_at(layout, from_block, head), from_offset,
-                           &layout.k, k_block_at(layout, block, head), offset, False)
-        kernels.copy_token(&layout.v, v_block_at(layout, from_block, head), from_offset,
-                           &layout.v, v_block_at(layout, block, head), offset, True)
-    piece = -1 if floats == NULL else piece_of(layout, block, offset)
-    if piece < 0:
-        return
-    from_piece, from_offset, offset = piece_of(layout, from_block, from_offset), from_offset % KV_PIECE, offset % KV_PIECE
+    cdef bint values
     for head in range(layout.num_kv_heads):
-        if from_piece < 0:  # nobody reads this row, but what a dropped token had there must go
-            memset(k_block_at(floats, piece, head) + offset * floats.k.row_stride, 0, floats.k.row_stride)
-            memset(v_block_at(floats, piece, head) + offset * floats.v.row_stride, 0, floats.v.row_stride)
-        else:
-            kernels.copy_token(&floats.k, k_block_at(floats, from_piece, head), from_offset,
-                               &floats.k, k_block_at(floats, piece, head), offset, False)
-            kernels.copy_token(&floats.v, v_block_at(floats, from_piece, head), from_offset,
-                               &floats.v, v_block_at(floats, piece, head), offset, True)
+        for values in range(2):
+            side = side_of(layout, values)
+            if from_block < 0:
+                memset(block_at(layout, block, head, values) + offset * side.row_stride, 0, side.row_stride)
+            else:
+                kernels.copy_token(side, block_at(layout, from_block, head, values), from_offset,
+                                   side, block_at(layout, block, head, values), offset, values)

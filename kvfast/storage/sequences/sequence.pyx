@@ -10,7 +10,7 @@ from kvfast.attention.refusals cimport kv_refusal
 from kvfast.attention.request cimport Request, imagined_rows, open_request, raise_refusal
 from kvfast.attention.run cimport answer
 from kvfast.attention.sight cimport kv_member
-from kvfast.codec.blocks cimport kv_layout, view_of
+from kvfast.codec.blocks cimport kv_layout, side_of, view_of
 from kvfast.codec.encode cimport open_tokens
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.core.arrays cimport Rows, open_rows
@@ -282,7 +282,7 @@ cdef class SequenceStorage:
         cdef BlockTable table = self._table(index, &layer)
         cdef BlockPool pool = table.pool
         cdef kv_layout *layout = pool.layouts + layer
-        cdef kv_side *side = &layout.v if values else &layout.k
+        cdef const kv_side *side = side_of(layout, values)
         self.enter_reading()
         try:
             if self.segments is not None:

@@ -5,7 +5,7 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from kvfast.codec.blocks cimport k_block_at, kv_layout, v_block_at
+from kvfast.codec.blocks cimport block_at, kv_layout, side_of
 from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport active, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_PIECE
@@ -118,16 +118,16 @@ cdef void _copy_held_side(const kv_kernels *kernels, BlockTable source, BlockTab
     cdef Py_ssize_t size = source.pool.block_size, target_size = target.pool.block_size, entry, position, first
     cdef const kv_layout *layout = source.pool.layouts + layer
     cdef const kv_layout *into = target.pool.layouts + layer
-    cdef const kv_side *side = &layout.v if values else &layout.k
-    cdef const kv_side *target_side = &into.v if values else &into.k
+    cdef const kv_side *side = side_of(layout, values)
+    cdef const kv_side *target_side = side_of(into, values)
     for entry in range(target.map.count):
-        memset(_block(into, target.map.blocks[entry], head, values), 0, target_side.bytes)
+        memset(block_at(into, target.map.blocks[entry], head, values), 0, target_side.bytes)
     for entry in range(source.map.count):
         first = (entry if entry < source.map.sink_blocks else entry + source.map.skipped) * size
         for position in range(first, min(first + size, source.lengths[layer])):
             if target.map.keeps(position // target_size):
-                kernels.copy_token(side, _block(layout, source.map.blocks[entry], head, values), <int>(position - first), target_side,
-                                   _block(into, <int32_t>(target.map.slot(position) // target_size), head, values),
+                kernels.copy_token(side, block_at(layout, source.map.blocks[entry], head, values), <int>(position - first), target_side,
+                                   block_at(into, <int32_t>(target.map.slot(position) // target_size), head, values),
                                    <int>(position % target_size), values)
 
 
@@ -162,29 +162,29 @@ cdef int _copy_side(void *shared, Py_ssize_t index, int thread, kv_watch *watch)
     cdef Py_ssize_t codes_end = call.codes_end[index // 2 // heads]
     cdef const kv_layout *source = call.source + index // 2 // heads
     cdef const kv_layout *target = call.target + index // 2 // heads
-    cdef const kv_side *side = &source.v if values else &source.k
-    cdef const kv_side *into = &target.v if values else &target.k
+    cdef const kv_side *side = side_of(source, values)
+    cdef const kv_side *into = side_of(target, values)
     if source.seals:
         for slot in range(codes_end // side.block_size, (num_slots + side.block_size - 1) // side.block_size):
-            memset(_block(target, to_blocks[slot], head, values), 0, side.bytes)
+            memset(block_at(target, to_blocks[slot], head, values), 0, side.bytes)
         num_slots = min(num_slots, codes_end)
     if side.block_size == into.block_size:
         whole = num_slots // side.block_size
         for slot in range(whole):
             if is_stopped(watch):
                 return 0
-            memcpy(_block(target, to_blocks[slot], head, values), _block(source, from_blocks[slot], head, values), side.bytes)
+            memcpy(block_at(target, to_blocks[slot], head, values), block_at(source, from_blocks[slot], head, values), side.bytes)
     if num_slots % into.block_size:
-        memset(_block(target, to_blocks[num_slots // into.block_size], head, values), 0, into.bytes)
+        memset(block_at(target, to_blocks[num_slots // into.block_size], head, values), 0, into.bytes)
         if side.means:
-            memcpy(_block(target, to_blocks[whole], head, values) + side.means,
-                   _block(source, from_blocks[whole], head, values) + side.means, side.bytes - side.means)
+            memcpy(block_at(target, to_blocks[whole], head, values) + side.means,
+                   block_at(source, from_blocks[whole], head, values) + side.means, side.bytes - side.means)
     for slot in range(whole * side.block_size, num_slots):
         if is_stopped(watch):
             return 0
-        call.kernels.copy_token(side, _block(source, from_blocks[slot // side.block_size], head, values),
+        call.kernels.copy_token(side, block_at(source, from_blocks[slot // side.block_size], head, values),
                                 <int>(slot % side.block_size), into,
-                                _block(target, to_blocks[slot // into.block_size], head, values),
+                                block_at(target, to_blocks[slot // into.block_size], head, values),
                                 <int>(slot % into.block_size), values)
     return 0
 
@@ -197,13 +197,9 @@ cdef int _copy_piece(const kv_layout *source, int32_t from_piece, const kv_layou
     cdef bint values
     for layer in range(num_layers):
         for values in range(2):
-            side = &source[layer].v if values else &source[layer].k
+            side = side_of(source + layer, values)
             used = count * side.row_stride
             for head in range(source.num_kv_heads):
-                memcpy(_block(target + layer, to_piece, head, values), _block(source + layer, from_piece, head, values), used)
-                memset(_block(target + layer, to_piece, head, values) + used, 0, side.bytes - used)
+                memcpy(block_at(target + layer, to_piece, head, values), block_at(source + layer, from_piece, head, values), used)
+                memset(block_at(target + layer, to_piece, head, values) + used, 0, side.bytes - used)
     return 0
-
-
-cdef inline char *_block(const kv_layout *layout, int32_t block, Py_ssize_t head, bint values) noexcept nogil:
-    return v_block_at(layout, block, head) if values else k_block_at(layout, block, head)

@@ -17,15 +17,15 @@ cdef class Segment:
 
     cdef Py_ssize_t end(self) noexcept
     cdef Segment part(self, Py_ssize_t begin, Py_ssize_t end)
+    cdef Segment in_tables(self, FrozenTables frozen)
 
 
 cdef FrozenTables share_tables(list tables)
-cdef FrozenTables copy_tables(list tables, list live)
 cdef list cut(list segments, Py_ssize_t begin, Py_ssize_t end)
 cdef list narrowed(list segments, Py_ssize_t more)
 cdef list frozen_of(list segments)
 cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) except -1
-cdef list copied(list segments, list live)
+cdef list copied(list segments, list live, list own=*)
 cdef list rotations_of(object ropes, Py_ssize_t shift)
 cdef object rotated_keys(object k, object rotation)
 cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint values)

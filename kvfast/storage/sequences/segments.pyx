@@ -15,7 +15,7 @@ from kvfast.codec.decode cimport decode_tokens
 from kvfast.codec.projection import rotated
 from kvfast.core.kernels cimport kv_transform
 from kvfast.storage.tables.block_table cimport BlockTable
-from kvfast.storage.tables.copying cimport CopyPlan, blocks_for, copy_table, plan_copy
+from kvfast.storage.tables.copying cimport blocks_for, clone_table
 
 from kvfast.core.interchange import aligned
 
@@ -50,6 +50,12 @@ cdef class Segment:
         other.last = min(end, self.end()) - self.start + self.first
         return other
 
+    cdef Segment in_tables(self, FrozenTables frozen):
+        """The segment in other tables, with the same tokens."""
+        cdef Segment other = self.part(self.start, self.end())
+        other.frozen = frozen
+        return other
+
     def describe(self):
         """Equal for two segments that show the same tokens at the same positions, except for their tables."""
         return self.start, self.first, self.last, self.shift
@@ -70,15 +76,9 @@ cdef FrozenTables share_tables(list tables):
 cdef FrozenTables copy_tables(list tables, list live):
     """Copies of tables in the pools of the tables of a sequence."""
     cdef FrozenTables frozen = FrozenTables.__new__(FrozenTables)
-    cdef BlockTable table, mine, other
-    cdef CopyPlan plan
     frozen.tables = []
     for table, mine in zip(tables, live):
-        other = mine.empty(mine.pool)
-        frozen.tables.append(other)
-        plan = plan_copy(other, table)
-        other.reserve(blocks_for(other, table), len(plan.pieces))
-        copy_table(table, other, plan, False)
+        frozen.tables.append(clone_table(table, (<BlockTable>mine).pool, False))
     return frozen
 
 
@@ -124,8 +124,7 @@ cdef list narrowed(list segments, Py_ssize_t more):
 
 cdef Segment _alone(Segment segment):
     cdef BlockTable table
-    cdef Segment other = segment.part(segment.start, segment.end())
-    other.frozen = share_tables(segment.frozen.tables)
+    cdef Segment other = segment.in_tables(share_tables(segment.frozen.tables))
     for table in other.frozen.tables:
         table.own(segment.last)
         table.own(segment.first)
@@ -150,17 +149,17 @@ cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) ex
     return needed
 
 
-cdef list copied(list segments, list live):
-    """Segments with copies of their tables in the pools of other tables."""
-    cdef Segment segment, other
-    cdef FrozenTables frozen
+cdef list copied(list segments, list live, list own=None):
+    """Segments with copies of their tables in the pools of the tables `live`. `own`: the tables of their sequence, to copy them, too;
+    without it, segments that read these stay without tables of their own."""
+    cdef Segment segment
+    cdef list tables
     copies, result = {}, []
-    for frozen in frozen_of(segments):
-        copies[frozen] = copy_tables(frozen.tables, live)
     for segment in segments:
-        other = segment.part(segment.start, segment.end())
-        other.frozen = copies.get(segment.frozen)
-        result.append(other)
+        if segment.frozen not in copies:
+            tables = own if segment.frozen is None else segment.frozen.tables
+            copies[segment.frozen] = None if tables is None else copy_tables(tables, live)
+        result.append(segment.in_tables(copies[segment.frozen]))
     return result
 
 

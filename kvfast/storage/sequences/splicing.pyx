@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Puts sequences that were computed apart one after another, and takes runs of tokens out, without computing keys again."""
 from kvfast.core.checks cimport check_count
-from kvfast.storage.sequences.segments cimport (FrozenTables, Segment, blocks_of_copies, copy_tables, cut, frozen_of, narrowed,
-                                                rotations_of, share_tables)
+from kvfast.storage.sequences.segments cimport (FrozenTables, Segment, blocks_of_copies, copied, cut, frozen_of, narrowed, rotations_of,
+                                                share_tables)
 from kvfast.storage.sequences.sequence cimport SequenceStorage
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
@@ -42,14 +42,12 @@ cdef int _move(list segments, Py_ssize_t distance, object ropes) except -1:
 cdef list _frozen(SequenceStorage storage, list segments):
     """Copies of a sequence's segments that read tables of their own where they read those of the sequence."""
     cdef FrozenTables frozen = None
-    cdef Segment segment, other
+    cdef Segment segment
     result = []
     for segment in segments:
-        other = segment.part(segment.start, segment.end())
-        if other.frozen is None:
-            frozen = frozen or share_tables(storage.tables)
-            other.frozen = frozen
-        result.append(other)
+        if segment.frozen is None and frozen is None:
+            frozen = share_tables(storage.tables)
+        result.append(segment.in_tables(segment.frozen or frozen))
     return result
 
 
@@ -65,24 +63,14 @@ cdef int _settle(list frozen_tables) except -1:
 
 cdef list _segments_in(SequenceStorage storage, SequenceStorage part):
     """The segments of a part, in tables of the storage's pools."""
-    cdef Segment segment
-    cdef FrozenTables frozen
     cdef list segments = part.all_segments((<BlockTable>part.tables[0]).length)
     if part.pool is storage.pool:
         return _frozen(part, segments)
-    copies, result = {}, []
     part.enter_reading()
     try:
-        for segment in segments:
-            frozen = segment.frozen
-            if frozen not in copies:
-                copies[frozen] = copy_tables(part.tables if frozen is None else frozen.tables, storage.tables)
-            segment = segment.part(segment.start, segment.end())
-            segment.frozen = copies[frozen]
-            result.append(segment)
+        return copied(segments, storage.tables, part.tables)
     finally:
         part.pool.leave_reading()
-    return result
 
 
 def check_splice(SequenceStorage storage, list parts, ropes, Py_ssize_t recomputed):

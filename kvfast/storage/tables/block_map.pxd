@@ -27,7 +27,6 @@ cdef class BlockMap:
     cdef Py_ssize_t gap_end(self) noexcept nogil
     cdef bint has(self, Py_ssize_t index, int32_t block) noexcept
     cdef bint is_in_one_piece(self) noexcept
-    cdef int take_blocks(self, Py_ssize_t num_blocks) except -1
     cdef int extend(self, Py_ssize_t count) except -1
 
 

@@ -117,12 +117,6 @@ cdef class BlockMap:
                 return False
         return True
 
-    cdef int take_blocks(self, Py_ssize_t num_blocks) except -1:
-        """Take `num_blocks` blocks for an empty map, after `reserve_list`."""
-        self.use_list(num_blocks)
-        self.extend(num_blocks)
-        return 0
-
     cdef int extend(self, Py_ssize_t count) except -1:
         """Take blocks until there are `count`, after `reserve_blocks`."""
         while self.count < count:

@@ -405,7 +405,8 @@ cdef class BlockTable:
     cdef int _exchange(self, Py_ssize_t count) except -1:
         """`open`, after `reserve`."""
         self.release()
-        return self.map.take_blocks(count)
+        self.map.use_list(count)
+        return self.map.extend(count)
 
     cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
         """Number of blocks that this table, perhaps with another block size, skips once it is a copy of another; see `RingTable`."""

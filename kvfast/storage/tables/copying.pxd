@@ -15,7 +15,7 @@ cdef class CopyPlan:
 cdef Py_ssize_t blocks_for(BlockTable target, BlockTable source) noexcept
 cdef CopyPlan plan_copy(BlockTable target, BlockTable source)
 cdef Py_ssize_t[::1] slots_with_codes(BlockTable table)
-cdef BlockTable clone_table(BlockTable table, BlockPool pool)
+cdef BlockTable clone_table(BlockTable table, BlockPool pool, bint may_stop=*)
 cdef int copy_table(BlockTable source, BlockTable target, CopyPlan plan, bint may_stop) except -1
 cdef int copy_slots(const kv_layout *source, const int32_t *from_blocks, const kv_layout *target, const int32_t *to_blocks,
                     Py_ssize_t num_layers, Py_ssize_t num_slots, const Py_ssize_t[::1] codes_end, bint may_stop) except -1

@@ -53,13 +53,13 @@ cdef Py_ssize_t[::1] slots_with_codes(BlockTable table):
     return np.array([table.life.slots_with_codes(layer) for layer in range(table.pool.num_layers)], np.intp)
 
 
-cdef BlockTable clone_table(BlockTable table, BlockPool pool):
-    """A deep copy in another pool of the same layers. A signal handler that raises ends it early, as no one uses the copy
-    yet."""
+cdef BlockTable clone_table(BlockTable table, BlockPool pool, bint may_stop=True):
+    """A deep copy in another pool of the same layers. With `may_stop`, a signal handler that raises ends it early, as no one uses
+    the copy yet."""
     cdef BlockTable other = table.empty(pool)
     cdef CopyPlan plan = plan_copy(other, table)
     other.reserve(blocks_for(other, table), len(plan.pieces))
-    copy_table(table, other, plan, True)
+    copy_table(table, other, plan, may_stop)
     return other
 
 

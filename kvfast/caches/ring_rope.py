@@ -19,7 +19,7 @@ class RingRope:
 
     def __init__(self, settings):
         frequencies, self._interleaved = settings["rope"]["frequencies"], settings["rope"]["interleaved"]
-        self._tables = RotaryTables(2 * len(frequencies), frequencies=frequencies)
+        self._tables = RotaryTables(frequencies)
         self._windows, self._num_sink_tokens = settings["windows"], settings["num_sink_tokens"]
 
     def of_keys(self, storage, layer, array, norm=None, eps=0.0):

@@ -73,19 +73,15 @@ def frequencies_of(rope, head_dim):
 
 
 class RotaryTables:
-    """Cosines and sines of positions, cached for the layers that ask for the same ones one after the other.
+    """Cosines and sines of positions, cached for the layers that ask for the same ones one after the other. Pair i is rotated by
+    ``frequencies[i]`` radians per position."""
 
-    Pair i is rotated by ``theta ** (-2 * i / rotary_dim)`` radians per position, or by ``frequencies[i]``.
-    """
-
-    def __init__(self, rotary_dim, theta=10000.0, frequencies=None):
-        if frequencies is None:
-            frequencies = float(theta) ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
+    def __init__(self, frequencies):
         self.frequencies = np.asarray(frequencies, np.float64)
         self._recent = {}
 
     def __call__(self, first, count, most=None):
-        """Cosines and sines of `count` positions from `first` on, each at most `most`: float32 of shape (count, rotary_dim // 2)."""
+        """Cosines and sines of `count` positions from `first` on, each at most `most`: float32 of shape (count, len(frequencies))."""
         key = first, count, most
         tables = self._recent.get(key)
         if tables is None:

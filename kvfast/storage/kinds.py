@@ -107,7 +107,7 @@ def _turned(settings, keys, positions, sign):
     if rope is None or not len(keys):
         return keys
     frequencies = rope["frequencies"]
-    cos, sin = RotaryTables(2 * len(frequencies), frequencies=frequencies).at(positions)
+    cos, sin = RotaryTables(frequencies).at(positions)
     return rotated(keys, cos, sign * sin, rope["interleaved"])
 
 

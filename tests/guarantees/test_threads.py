@@ -591,7 +591,7 @@ def test_positions_are_those_that_the_rotation_was_made_for(rng, method):
 
 
 def test_tables_of_rotation_are_there_for_every_thread():
-    tables = RotaryTables(8)
+    tables = RotaryTables([1.0, 0.1, 0.01, 0.001])
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -55,7 +55,7 @@ class LlamaModel:
         self.batch_invariant = check_flag(batch_invariant, "batch_invariant")
         self.weights = weights
         self._threads = ProductThreads()
-        self._rotation = RotaryTables(config.rope_dims, frequencies=weights.rope_frequencies)
+        self._rotation = RotaryTables(weights.rope_frequencies)
 
     @classmethod
     def from_gguf(cls, source):

@@ -10,6 +10,7 @@
   `checked_token_ids`, `MAX_TOKENS`. Their texts: `each`, `one_of`, `shown`, `size_text`. Threads: `Workers`, `wait_for_any`.
 """
 
+# ruff: noqa: F401  (what a name is for stands above; here is where it lives)
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.caches.foreign_memory import pool_over
 from kvfast.caches.sequence_cache import storage_in
@@ -34,53 +35,3 @@ from kvfast.prompts.stores.store import Store
 from kvfast.prompts.stores.urls import open_store
 from kvfast.prompts.weights import files_digest, files_status
 from kvfast.prompts.writer import Writer
-
-__all__ = [
-    "FILE_VERSION",
-    "HEADER_BYTES",
-    "MAX_FLOAT_TOKENS",
-    "MAX_TOKENS",
-    "VLLM_FORMATS",
-    "VLLM_NAMES",
-    "ChunkStore",
-    "PromptKeeper",
-    "Rate",
-    "Store",
-    "TensorCalls",
-    "Workers",
-    "Writer",
-    "aligned",
-    "as_array",
-    "as_float32",
-    "as_integer",
-    "as_numpy",
-    "buffer_layout",
-    "check_block_size",
-    "check_flag",
-    "check_size",
-    "checked_token_ids",
-    "codes_alone",
-    "common_length",
-    "difference",
-    "each",
-    "files_digest",
-    "files_status",
-    "floats_of",
-    "formats_of",
-    "installed_version",
-    "key_bias_note",
-    "minor_of",
-    "missing",
-    "new_value",
-    "num_tokens_of",
-    "one_of",
-    "open_store",
-    "pool_over",
-    "read_shape",
-    "shown",
-    "size_text",
-    "storage_in",
-    "versions_text",
-    "vllm_format",
-    "wait_for_any",
-]

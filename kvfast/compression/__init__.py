@@ -5,7 +5,7 @@
 - pq_training, pq_attention: codebooks of product quantisation, and attention on their codes
 - stores: the compressed tokens of a sequence
 - compressed, fields: `CompressedKV` and its files, the fields of their headers
-- bridges, compressor: from caches and back, `KVCacheCompressor`
+- bridges, compressor: rows of caches, `KVCacheCompressor`
 - prefix_cache: `PrefixKVCache`, a compressed prefix with live tokens after it
 """
 

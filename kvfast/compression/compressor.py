@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvfast.codec.formats import PRESETS
-from kvfast.compression.bridges import CacheBridges
+from kvfast.compression.bridges import append_rows, check_kind, rows_of
 from kvfast.compression.compressed import CompressedKV, CompressedShape, Part, ReconstructionError, checked
 from kvfast.compression.methods import METHODS, Hybrid, LowRank, Quantize, VectorQuantization, check_bits
 from kvfast.compression.product import ProductStore
@@ -26,7 +26,7 @@ SMALL = 0.5  # times the norm of the median token's value
 MOST_EXACT = 64  # at most one token in this many is exact; for few tokens, the first ones come in addition
 
 
-class KVCacheCompressor(CacheBridges):
+class KVCacheCompressor:
     """Compresses keys and values that no longer change, such as a prompt that is archived, sent, or kept small.
 
     Parameters
@@ -114,6 +114,43 @@ class KVCacheCompressor(CacheBridges):
         if _layout_of(compressed).is_batched:
             raise DimensionMismatchError(f"this was compressed as a batch, {compressed.layout.shape}: use decompress_kv")
         return compressed.decode()
+
+    def compress_cache(self, cache: Any, layer: int) -> CompressedKV:
+        """Compress the tokens that a layer of a cache holds, counted by `advance` or not; the cache stays as it is. ValueError if there are
+        none, and as `compress_kv`.
+
+        Parameters
+        ----------
+        cache : KVCache, RingKVCache, Sequence, MLAKVCache, MLASequence or MultiHeadKVCache
+            From a ring, the visible tokens are compressed; see `RingKVCache.positions`.
+        layer : int
+            0 for a `MultiHeadKVCache`.
+
+        Returns
+        -------
+        CompressedKV
+            Without a batch. Latent rows give one head, whose keys are the latents and whose values are the rotary parts; the
+            shorter of the two are padded with zeros. Use it with `decompress_to_cache`, not with `attend`.
+        """
+        k, v = rows_of(cache, layer)
+        if not len(k):
+            raise ValueError(f"layer {layer} is empty: there is nothing to compress")
+        return self.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1))
+
+    def decompress_to_cache(self, compressed: CompressedKV, cache: Any, layer: int) -> None:
+        """Append the decoded tokens to a layer of a cache. Call `advance` when all layers have their tokens, as after `append`.
+
+        Parameters
+        ----------
+        compressed : CompressedKV
+            Without a batch, and with the heads and the head_dim of the cache.
+        cache : KVCache, RingKVCache, Sequence, MLAKVCache, MLASequence or MultiHeadKVCache
+            A cache with the same kind of contents as in `compress_cache`; a `MultiHeadKVCache` needs no `advance`.
+        layer : int
+        """
+        check_kind(cache)
+        k, v = (np.ascontiguousarray(one.swapaxes(0, 1)) for one in self.decompress_kv_3d(compressed))
+        append_rows(cache, layer, k, v)
 
     def _checked(self, k, v, rank, shape):
         k, v = checked(k, "k", rank, shape), checked(v, "v", rank, shape)

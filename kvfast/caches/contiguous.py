@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.storage.kinds import storage_of
 from kvfast.storage.settings import full, with_states
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class KVCache(SequenceCache):

@@ -1,7 +1,5 @@
 """Pools over memory that another program holds, for the C interface."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

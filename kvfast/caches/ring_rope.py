@@ -1,7 +1,5 @@
 """The rotation of a ring that rotates queries and keys itself."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvfast.codec.projection import Transform, rotated

@@ -1,7 +1,5 @@
 """The ids of the tokens of a sequence, by which its pool finds its blocks."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvfast.core.checks import check_flag, check_positive, check_size
 from kvfast.core.interchange import as_array
 from kvfast.core.text import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Rope"]
 

@@ -1,7 +1,5 @@
 """Principal directions of the vectors of each head."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvfast.core.limits import FEW_QUERIES

@@ -1,7 +1,5 @@
 """Rows of caches as arrays, and back."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvfast.caches.mla import MLAKVCache

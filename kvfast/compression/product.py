@@ -1,7 +1,5 @@
 """Product quantisation of the principal coordinates of each head."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvfast.compression import pq_training as codebook

@@ -4,8 +4,6 @@ A store has `attend`, `decode`, `nbytes`, `num_tokens` and `arrays`; `open` make
 tokens that are not kept exactly, in their order.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """Arrays of other libraries as NumPy's, without a copy and without importing them."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

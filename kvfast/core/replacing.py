@@ -7,12 +7,9 @@ import errno
 import os
 import re
 import stat
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from kvfast.core.file_lock import try_lock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _MOST_NAME = 120  # bytes of a file's name that those of its parts begin with; a system's names may have 143 bytes, or 255
 _KINDS = (

@@ -4,8 +4,6 @@ The safetensors library checks the structure of a file. The bytes of the blocks 
 into it, or mapped; those of an encrypted file are decrypted a piece at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -7,13 +7,10 @@ pieces, which are authenticated with their number, and with the length of the fi
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from kvfast.errors import CorruptFileError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 KEY_BYTES = 32
 MAGIC_BYTES, ID_BYTES, SALT_BYTES, TAG_BYTES = 8, 8, 32, 16

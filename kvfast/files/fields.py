@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from kvfast.codec.dtypes import CODEBOOKS
 from kvfast.core.limits import (
@@ -24,9 +25,6 @@ from kvfast.core.limits import (
 )
 from kvfast.errors import CorruptFileError
 from kvfast.storage.sequences.checkpoints import DTYPES, MAX_STATE_BYTES, MAX_STATES, MOST_DIMS, MOST_NAME
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MOST_TEXT = 1 << 16  # characters of a name
 

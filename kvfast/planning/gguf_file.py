@@ -1,7 +1,5 @@
 """A GGUF file: typed metadata, and tensors as float32 arrays."""
 
-from __future__ import annotations
-
 import os
 import struct
 

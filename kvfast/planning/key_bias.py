@@ -1,7 +1,5 @@
 """Which formats lose much on the keys of a model, because these have a large part in common."""
 
-from __future__ import annotations
-
 from kvfast.codec.dtypes import FLOATS
 
 # Qwen2, 2.5 and their relatives add a bias to their keys that is far larger than what differs from token to token. Their

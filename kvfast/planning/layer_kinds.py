@@ -1,7 +1,5 @@
 """Which layers of a model keep keys and values, and of how many tokens: by the fields that published configurations have for it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 FULL, SLIDING, CHUNKED, NOTHING = "FSCN"

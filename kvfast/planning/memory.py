@@ -1,7 +1,5 @@
 """The memory that this process can still use."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -1,7 +1,5 @@
 """A `MemoryPlan` for reading: the cells of its table, its conditions, and both as plain text."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from kvfast.core.text import size_text

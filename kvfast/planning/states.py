@@ -1,7 +1,5 @@
 """The recurrent states of a model's layers, by the fields that published configurations have for them."""
 
-from __future__ import annotations
-
 from math import prod
 
 from kvfast.storage.sequences.checkpoints import ALIGNMENT

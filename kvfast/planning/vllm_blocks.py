@@ -1,7 +1,5 @@
 """The cache of vLLM with kvfast's formats: what the names of ``kv_cache_dtype`` store, and the memory of its blocks."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from kvfast.caches.buffer_layout import buffer_layout

@@ -1,7 +1,5 @@
 """The storage of each kind of cache, built from settings alone. Layers with the same shape and window share a pool and a table."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvfast.codec.formats import block_size_of

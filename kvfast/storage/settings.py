@@ -4,8 +4,6 @@ Each function here makes the settings of one kind, from the arguments of its cla
 Everything about the storage of a cache follows from its settings, but for the number of its blocks and tokens; see `kinds`.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from kvfast.codec.formats import formats_of, latent_format

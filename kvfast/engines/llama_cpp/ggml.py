@@ -1,7 +1,5 @@
 """Keys and values as rows of ggml's types, as llama.cpp stores them (extra ``llama``, for the ``gguf`` package)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvfast import CorruptFileError, DimensionMismatchError

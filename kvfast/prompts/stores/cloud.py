@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvfast.core.workers import Workers
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.store import Entry, Store, Value, check_key, check_timeout, is_key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 REQUESTS = 16  # at once
 _memory: dict[str, Any] = {}  # stores of this process by their names

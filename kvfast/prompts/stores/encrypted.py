@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvfast.files.encryption import HEAD_BYTES, TAG_BYTES, cipher_of, decrypted, named_keys, new_head, nonce_of
 from kvfast.prompts.stores.store import Entry, Store, Value, check_key
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 KEY_FILE = "KVFAST_STORE_KEY_FILE"
 MAGIC = b"kvfastA1"

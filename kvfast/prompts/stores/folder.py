@@ -7,8 +7,9 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfast.core.checks import check_size, checked_path
 from kvfast.core.file_lock import is_locked, try_lock
@@ -16,9 +17,6 @@ from kvfast.errors import StoreError
 from kvfast.files.cache_file import read_at, remove_file
 from kvfast.prompts.stores.folder_index import FolderIndex, sqlite
 from kvfast.prompts.stores.store import Entry, Refusal, Store, Value, check_key, is_key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 STALE = 10  # seconds after which an unfinished file that no process has locked is one of a killed process
 STALE_WITHOUT_LOCKS = 3600

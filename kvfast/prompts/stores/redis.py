@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.redis_connection import LARGEST, connection_class
 from kvfast.prompts.stores.store import Entry, Refusal, Store, Value, check_key, check_timeout, is_key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 PREFIX, HITS = b"kvfast:", b"kvfast:hits:"
 HITS_SECONDS = 30 * 86400  # that a count of uses stays after the last one; its value may have been removed long before

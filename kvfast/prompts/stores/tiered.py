@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfast.core.workers import Workers
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.store import Entry, Refusal, Store, Value
 from kvfast.prompts.stores.troubles import Troubles, put_or_refuse
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 PAUSE = 30.0  # seconds without calls of a store after it failed
 MOST_PENDING = 256 << 20  # bytes that wait to be kept in the near store; more are not kept

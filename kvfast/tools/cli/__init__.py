@@ -8,8 +8,6 @@ Each command has a function here that declares its arguments and names the funct
 module needs NumPy alone: what runs a command is imported with the command.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The command `chat` of `python -m kvfast`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

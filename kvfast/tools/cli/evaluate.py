@@ -1,7 +1,5 @@
 """The commands `eval` and `calibrate` of `python -m kvfast`."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

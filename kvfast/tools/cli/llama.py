@@ -1,7 +1,5 @@
 """The commands `generate` and `serve-sim` of `python -m kvfast`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

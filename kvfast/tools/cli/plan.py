@@ -1,7 +1,5 @@
 """The command `plan` of `python -m kvfast`."""
 
-from __future__ import annotations
-
 import json
 
 from kvfast import plan

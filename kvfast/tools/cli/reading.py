@@ -1,7 +1,5 @@
 """Long texts of `generate`: the one that comes with kvfast, progress while the model reads, and attention next to a float16 cache."""
 
-from __future__ import annotations
-
 import sys
 import time
 from functools import partial

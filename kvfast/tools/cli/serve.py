@@ -1,7 +1,5 @@
 """The command `serve` of `python -m kvfast`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Arguments that several commands share: the format of a cache, the kind of a model, and the number of threads."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """What a store of prompts holds."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

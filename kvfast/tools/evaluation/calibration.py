@@ -1,7 +1,5 @@
 """Calibrates the caches of a model on a text: the moments of its keys and queries."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import kvfast

@@ -1,7 +1,5 @@
 """The quality that a model loses when its prompt is compressed, measured against a float32 cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -5,8 +5,6 @@ multiplies with quantised weights. That changes predictions more than a cache of
 float32 both runtimes predict the same, and only the cache differs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

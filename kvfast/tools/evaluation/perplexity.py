@@ -1,7 +1,5 @@
 """The quality that a model loses with a compressed cache, measured against a float32 cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
@@ -189,7 +187,7 @@ def mean_score(scores):
     if len(scores) == 1:
         return scores[0]
     counts = [score.num_predictions for score in scores]
-    averaged = [field.name for field in fields(scores[0]) if field.type == "float"]
+    averaged = [field.name for field in fields(scores[0]) if field.type is float]
     means = {name: float(np.average([getattr(score, name) for score in scores], weights=counts)) for name in averaged}
     return replace(scores[0], num_predictions=sum(counts), lengths=(), **means)
 

@@ -1,7 +1,5 @@
 """Files with plots (extra ``plot``)."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -1,7 +1,5 @@
 """Scores of caches as a table, as plain data, and as a plot (extra ``plot``)."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from itertools import groupby, product
 

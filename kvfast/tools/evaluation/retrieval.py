@@ -3,8 +3,6 @@
 The text comes long before the questions, so recent tokens do not help. Errors in old tokens show in this task first.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Caches in the place of others."""
 
-from __future__ import annotations
-
 import time
 
 

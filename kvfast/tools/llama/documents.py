@@ -1,7 +1,5 @@
 """Documents that were computed apart, in any order; and texts longer than their cache."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import kvfast

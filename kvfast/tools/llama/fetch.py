@@ -1,7 +1,5 @@
 """Fetches the demonstration model once, into the user's cache folder."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

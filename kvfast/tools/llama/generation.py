@@ -1,7 +1,5 @@
 """Text generation: tokens, each drawn from the model's logits, one at a time or checked several at once."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvfast.engine import MAX_FLOAT_TOKENS

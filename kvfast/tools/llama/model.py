@@ -5,8 +5,6 @@ This file is the whole model. `LlamaModel._layers` is the loop over the layers; 
 values, then `attend` with the queries that come back.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import cached_property
 

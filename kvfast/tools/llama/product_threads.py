@@ -1,12 +1,8 @@
 """How many threads of NumPy's BLAS multiply: fewer while other processes take the processors' time."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from time import perf_counter, thread_time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 SECONDS = 0.05  # of products, after which the share is looked at
 LEAST_SHARE = 0.75  # of its time that a thread gets: alone nearly all, with a neighbour less (bench/studies/bench_neighbours.py)

@@ -6,8 +6,6 @@ that the pool still has of their prefix; when the pool is full the youngest requ
 later.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import takewhile

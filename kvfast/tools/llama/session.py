@@ -1,7 +1,5 @@
 """A text and its cache in a file, to go on where it was left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

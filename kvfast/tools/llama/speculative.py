@@ -4,8 +4,6 @@ A drafter has one method, ``draft(context, cache, limit)``; `generate` says what
 guess costs time and nothing else, so these guess as far ahead as they have reason to.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ table from token to bytes: bytes of neighbouring tokens may form one character, 
 bytes and never from tokens.
 """
 
-from __future__ import annotations
-
 import codecs
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Trees of drafts: where a text may go on in several ways, the model checks them in one call."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from kvfast.tools.llama.model import FEW_TOKENS

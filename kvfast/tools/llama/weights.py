@@ -5,8 +5,6 @@ contiguous row and `x @ weight.T` streams the weight once. Projections that read
 stacked into one matrix: one long BLAS call in place of two or three short ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

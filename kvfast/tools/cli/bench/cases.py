@@ -1,7 +1,5 @@
 """What is measured: cases, by name, and the calls and arrays that they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The command `bench` of `python -m kvfast`."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Writes reports as JSON with one result per line, so that a change of one result is a change of one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rounds of calls, each with a measurement of the machine."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import platform

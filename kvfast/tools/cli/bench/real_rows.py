@@ -1,7 +1,5 @@
 """Rows of a model on a text, for `--rows real`: computed once, and kept in the user's cache folder."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """Results as a table, as plain data, and as a plot (extra ``plot``)."""
 
-from __future__ import annotations
-
 import os
 import platform
 from itertools import groupby

@@ -1,7 +1,5 @@
 """How time falls with the number of threads: ``python -m kvfast bench --scaling``."""
 
-from __future__ import annotations
-
 from itertools import groupby
 
 import kvfast

@@ -1,7 +1,5 @@
 """Whether one token waits for memory: ``python -m kvfast bench --stream``."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from kvfast.core.hardware import read_bandwidth

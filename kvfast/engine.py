@@ -7,7 +7,7 @@
   tested.
 - Models and formats: `read_shape`, `key_bias_note`, `formats_of`, `floats_of`, `codes_alone`, `MAX_FLOAT_TOKENS`, `VLLM_FORMATS`, `VLLM_NAMES`, `vllm_format`.
 - Arrays: `as_array`, `as_numpy`, `as_float32`, `aligned`. Checks: `as_integer`, `check_block_size`, `check_flag`, `check_size`,
-  `checked_token_ids`, `MAX_TOKENS`. Their texts: `each`, `one_of`, `shown`, `size_text`. Threads: `Workers`, `wait_for_any`.
+  `checked_token_ids`, `MAX_TOKENS`. Their texts: `counted`, `each`, `needed_for`, `one_of`, `shown`, `size_text`. Threads: `Workers`, `wait_for_any`.
 """
 
 # ruff: noqa: F401  (what a name is for stands above; here is where it lives)
@@ -19,7 +19,7 @@ from kvfast.core.capabilities import difference, installed_version, minor_of, mi
 from kvfast.core.checks import as_integer, check_block_size, check_flag, check_size, checked_token_ids
 from kvfast.core.interchange import aligned, as_array, as_float32, as_numpy
 from kvfast.core.limits import MAX_TOKENS
-from kvfast.core.text import each, one_of, shown, size_text
+from kvfast.core.text import counted, each, needed_for, one_of, shown, size_text
 from kvfast.core.workers import Workers, wait_for_any
 from kvfast.files.state import VERSION as FILE_VERSION
 from kvfast.handles.tensor_calls import TensorCalls

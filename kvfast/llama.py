@@ -11,11 +11,11 @@
 Needs the extra packages of `pip install "kvfast[llama]"`.
 """
 
-try:
+from kvfast.engine import needed_for
+
+with needed_for("kvfast.llama needs", "llama"):
     from kvfast.planning.gguf_file import GGUFFile, ModelFileError
     from kvfast.tools.llama.tokenizer import Tokenizer
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f'kvfast.llama needs the package {error.name}: pip install "kvfast[llama]"', name=error.name) from None
 
 from kvfast.tools.llama.documents import compute_document, shift_context, splice_documents
 from kvfast.tools.llama.fetch import FetchError, fetch_model

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvfast.core.text import counted
+
 __all__ = ["AttendItem", "AttendPlan"]
 
 
@@ -128,20 +130,20 @@ class AttendPlan:
         uncounted = f" ({self.uncounted:,} not counted)" if self.uncounted else ""
         lines = [
             (
-                f"attend of {_count(tokens, 'token')} x {heads} heads ({self.q_dtype}) to {_count(self.context, 'token')}{uncounted} x "
+                f"attend of {counted(tokens, 'token')} x {heads} heads ({self.q_dtype}) to {counted(self.context, 'token')}{uncounted} x "
                 f"{self.num_kv_heads} KV heads of {dims}, {self.storage}"
             ),
             f"tier     {self.isa}, {self.precision}: {kernels}",
             (
-                f"work     {_count(self.num_tasks, 'task')} on {_count(self.num_threads, 'thread')}; tiles of {tiles}; "
-                f"up to {_count(self.rows, 'query row')} a pass"
+                f"work     {counted(self.num_tasks, 'task')} on {counted(self.num_threads, 'thread')}; tiles of {tiles}; "
+                f"up to {counted(self.rows, 'query row')} a pass"
             ),
         ]
         for item in self.items[:MOST_ITEMS]:
             lines.append(
-                f"         {_count(item.num_queries, 'query', 'queries')}, positions {item.begin:,} to {item.end:,}: "
-                f"{self.num_kv_heads} KV heads x {_count(item.num_runs, 'run')} of {_count(item.run, 'split')} x "
-                f"{_count(item.row_blocks, 'row block')}"
+                f"         {counted(item.num_queries, 'query', 'queries')}, positions {item.begin:,} to {item.end:,}: "
+                f"{self.num_kv_heads} KV heads x {counted(item.num_runs, 'run')} of {counted(item.run, 'split')} x "
+                f"{counted(item.row_blocks, 'row block')}"
             )
         if len(self.items) > MOST_ITEMS:
             lines.append(f"         and {len(self.items) - MOST_ITEMS} more")
@@ -158,10 +160,6 @@ class AttendPlan:
 
 # Items that the text lists one by one.
 MOST_ITEMS = 8
-
-
-def _count(number, one, many=None):
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def _size(nbytes):

@@ -9,6 +9,7 @@ import os
 import threading
 
 from kvfast.core.kernels import active_isa, available_isas, cpu_features
+from kvfast.core.text import counted
 from kvfast.core.threads import has_openmp, lost_threads
 
 LOGS = os.environ.get("KVFAST_LOG", "") not in ("", "0")
@@ -58,10 +59,7 @@ def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, unc
         ),
         stays_exact and ("exact", f"the tier {active_isa()} has no fast kernels for {stays_exact}: attention is exact"),
         num_tasks < num_threads
-        and (
-            "tasks",
-            f"{num_threads} threads share {num_tasks} task{'s' * (num_tasks > 1)}: num_splits=0 or a larger num_splits makes more",
-        ),
+        and ("tasks", f"{num_threads} threads share {counted(num_tasks, 'task')}: num_splits=0 or a larger num_splits makes more"),
     ]
     return [note for note in found if note]
 

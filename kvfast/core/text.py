@@ -1,5 +1,7 @@
-"""Values for reading."""
+"""Texts of errors and tables: values for reading, and packages that are missing."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Number
 from typing import Any
 
@@ -13,6 +15,11 @@ def size_text(nbytes: float) -> str:
         if nbytes < 1024 or unit == "GiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number and what it counts: ``1 token``, ``2 tokens``."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def same_or_tuple(values: list[Any]) -> Any:
@@ -29,6 +36,15 @@ def one_of(values: Any) -> str:
     """Values as a choice: ``16, 32 or 64``."""
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
+
+
+@contextmanager
+def needed_for(what: str, extra: str) -> Iterator[None]:
+    """Say, where an import inside finds no package, what needs it and which extra of kvfast has it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f'{what} the package {error.name}: pip install "kvfast[{extra}]"', name=error.name) from None
 
 
 def shown(value: Any) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvfast.core.checks import check_flag, checked_path
 from kvfast.core.replacing import replacing
+from kvfast.core.text import needed_for
 from kvfast.core.threads import get_num_threads
 from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
@@ -327,7 +328,5 @@ def _header_of(tensors, metadata):
 
 
 def _import(name):
-    try:
+    with needed_for("files need", "files"):
         return import_module(name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f'files need the package {error.name}: pip install "kvfast[files]"', name=error.name) from None

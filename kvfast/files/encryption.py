@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from kvfast.core.text import needed_for
 from kvfast.errors import CorruptFileError
 
 KEY_BYTES = 32
@@ -28,10 +29,8 @@ def named_keys(keys: bytes | Sequence[bytes]) -> dict[bytes, bytes]:
         raise ValueError(f"a key must be {KEY_BYTES} bytes, or several of them")
     from hmac import digest  # `import kvfast` shall not load it
 
-    try:
+    with needed_for("encryption needs", "encrypted"):
         import cryptography  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('encryption needs cryptography: pip install "kvfast[encrypted]"', name=error.name) from None
     return {digest(one, b"name of a key", "sha256")[:ID_BYTES]: one for one in several}
 
 

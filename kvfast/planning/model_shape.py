@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvfast.core.limits import MAX_LAYERS
+from kvfast.core.text import needed_for
 from kvfast.planning.layer_kinds import NAMES_OF_ALL, count_state_layers, layer_windows
 from kvfast.planning.states import layer_state_nbytes
 
@@ -322,10 +323,8 @@ def _of_blocks(config, number):
 
 
 def _of_gguf(path):
-    try:
+    with needed_for("reading GGUF files needs", "llama"):
         from kvfast.planning.gguf_file import GGUFFile
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('reading GGUF files needs the llama extra: pip install "kvfast[llama]"', name=error.name) from None
     file = GGUFFile(path)
     arch = file.architecture
     names = _GGUF_NAMES | {

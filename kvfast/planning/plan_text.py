@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from kvfast.core.text import size_text
+from kvfast.core.text import counted, size_text
 from kvfast.planning.vllm_blocks import DEFAULTS
 
 MARK = " *"  # after the name of the default format
@@ -19,7 +19,7 @@ def plain_text(found):
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [GAP.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
     rule = "-" * (sum(widths) + len(GAP) * (len(widths) - 1))
-    title = f"{found.model.name}: {_layers(found.model.layers)}\n{_count(found.batch, 'sequence')} of {found.context:,} tokens"
+    title = f"{found.model.name}: {_layers(found.model.layers)}\n{counted(found.batch, 'sequence')} of {found.context:,} tokens"
     return "\n".join([title, rule, *lines[:2], rule, *lines[2:], rule, _conditions(found)])
 
 
@@ -61,7 +61,7 @@ def _conditions(found):
     if found.checkpoints:
         each = min(found.dtypes, key=lambda one: one.dtype != DEFAULTS[found.engine])
         lines.append(
-            f"Each sequence has {_count(found.checkpoints, 'checkpoint')} of recurrent states, {size_text(model.state_bytes)} each, as much "
+            f"Each sequence has {counted(found.checkpoints, 'checkpoint')} of recurrent states, {size_text(model.state_bytes)} each, as much "
             f"as {model.state_bytes // each.bytes_per_token:,} tokens in {each.dtype}; the states that compute come on top."
         )
     prompts = [_prompt(found, one) for one in found.dtypes if one.bytes_of_prompt > TELL_PROMPT * one.bytes_per_sequence]
@@ -87,16 +87,12 @@ def _layers(layers):
         if layer.rope_dim is not None:
             shape = f"latent rows of {layer.head_dim} + {layer.rope_dim}"
         else:
-            shape = f"{_count(layer.num_kv_heads, 'KV head')} of {layer.head_dim}"
+            shape = f"{counted(layer.num_kv_heads, 'KV head')} of {layer.head_dim}"
             if layer.v_head_dim is not None:
                 shape += f" and {layer.v_head_dim}"
         window = "" if layer.sliding_window is None else f", window {layer.sliding_window:,}"
-        parts.append(f"{_count(count, 'layer')} x {shape}{window}")
+        parts.append(f"{counted(count, 'layer')} x {shape}{window}")
     return "; ".join(parts)
-
-
-def _count(number, one):
-    return f"{number:,} {one if number == 1 else one + 's'}"
 
 
 def _number(value):

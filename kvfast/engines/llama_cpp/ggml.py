@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvfast import CorruptFileError, DimensionMismatchError
-from kvfast.engine import aligned, as_array, as_float32, shown, storage_in
+from kvfast.engine import aligned, as_array, as_float32, needed_for, shown, storage_in
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
@@ -110,8 +110,6 @@ def _type(kind):
 
 
 def _gguf():
-    try:
+    with needed_for("ggml rows need", "llama"):
         import gguf
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('ggml rows need the llama extra: pip install "kvfast[llama]"', name=error.name) from None
     return gguf

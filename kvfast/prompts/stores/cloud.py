@@ -8,6 +8,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvfast.core.text import needed_for
 from kvfast.core.workers import Workers
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.store import Entry, Store, Value, check_key, check_timeout, is_key
@@ -90,13 +91,9 @@ class CloudStore(Store):
 
 
 def _obstore():
-    try:
+    with needed_for("object stores need", "cloud"):
         import obstore
         import obstore.exceptions
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'object stores need the package {error.name}: pip install "kvfast[cloud]"', name=error.name
-        ) from None
     return obstore
 
 

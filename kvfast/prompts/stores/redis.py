@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from kvfast.core.text import needed_for
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.redis_connection import LARGEST, connection_class
 from kvfast.prompts.stores.store import Entry, Refusal, Store, Value, check_key, check_timeout, is_key
@@ -194,12 +195,8 @@ class RedisStore(Store):
 
 
 def _redis():
-    try:
+    with needed_for("Redis servers need", "redis"):
         import redis
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'Redis servers need the package {error.name}: pip install "kvfast[redis]"', name=error.name
-        ) from None
     return redis
 
 

@@ -8,6 +8,7 @@ from statistics import median
 import numpy as np
 
 import kvfast
+from kvfast.engine import counted
 from kvfast.tools.cli.bench.measure import cpu_name
 from kvfast.tools.cli.bench.real_rows import NAME
 from kvfast.tools.evaluation.plotting import new_figure
@@ -90,7 +91,7 @@ def machine_text(results):
             if peaks := [one.peak_rate for one in ours if one.case.arithmetic == kind and one.peak_rate]:
                 parts.append(f"{kind} {median(peaks) / 1e9:,.0f} GOP/s")
         if parts:
-            lines.append(f"{threads} thread{'s' * (threads > 1)}: {', '.join(parts)}")
+            lines.append(f"{counted(threads, 'thread')}: {', '.join(parts)}")
     return "\n".join(lines)
 
 
@@ -140,7 +141,7 @@ def plot(results, path):
     model = drawn[0].case.model
     figure.suptitle(
         f"{model.name} ({model.num_layers} layers, {model.num_q_heads} query and {model.num_kv_heads} KV heads of "
-        f"{model.head_dim}) on {cpu_name()}, {kvfast.active_isa()}, {threads} thread{'s' * (threads > 1)}",
+        f"{model.head_dim}) on {cpu_name()}, {kvfast.active_isa()}, {counted(threads, 'thread')}",
         size=9,
     )
     figure.savefig(path)

@@ -3,6 +3,7 @@
 from itertools import groupby
 
 import kvfast
+from kvfast.engine import counted
 from kvfast.tools.cli.bench.measure import cpu_name
 from kvfast.tools.cli.bench.report import COLOURS, TITLES, draw_ticks, time_text, titled_table
 from kvfast.tools.evaluation.plotting import new_figure
@@ -29,7 +30,7 @@ def scaling_table(results):
     """Times of a layer by threads, and how many times as fast as with the fewest that is."""
     title = f"time of a layer by threads, times as fast as with the fewest, and bound / time ({results[0].case.model.name})"
     counts = sorted({one.num_threads for one in results})
-    table = titled_table(title, "work", "context", "format", *(f"{n} thread{'s' * (n > 1)}" for n in counts))
+    table = titled_table(title, "work", "context", "format", *(counted(n, "thread") for n in counts))
     for work, of_work in groupby(results, lambda one: one.case.work):
         for case, of_case in _by_case(of_work):
             cells = [f"{time_text(one.seconds)} {of_case[0].seconds / one.seconds:5.2f}x {one.fraction:5.2f}" for one in of_case]

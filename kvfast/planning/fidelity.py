@@ -75,10 +75,8 @@ def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | N
         bfloat16 as ml_dtypes or as its bits in uint16.
     formats : iterable, or one format
         Anything that `KVCache` takes as `dtype`.
-    scale : float, optional
-        Factor of the scores; ``head_dim ** -0.5`` by default.
-    causal : bool
-        If True, a query at position p sees the keys up to p; otherwise it sees all keys.
+    scale, causal
+        As in `KVCache.attend`.
 
     Returns
     -------
@@ -230,8 +228,7 @@ class _Layer:
         cache.advance(len(self.k))
 
     def bits_per_element(self, cache):
-        nbytes = getattr(cache, "nbytes_used", cache.bytes_per_token * len(cache))
-        return 8 * nbytes / (self.k.size + self.v.size)
+        return 8 * cache.nbytes_used / (self.k.size + self.v.size)
 
     def output(self, cache):
         return cache.attend(0, self.q, scale=self.scale, causal=self.causal)

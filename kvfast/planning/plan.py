@@ -260,14 +260,12 @@ def plan(
         bandwidth = max(read_bandwidth() for _ in range(BANDWIDTH_PASSES))
     check_positive(bandwidth, "bandwidth", "number of bytes per second", finite=True)
     checkpoints = check_size(checkpoints, "checkpoints", 0, MAX_TOKENS)
-    if not shape.state_bytes or engine != "kvfast":
-        checkpoints = 0
     state_bytes = shape.state_bytes if engine == "kvfast" else 0
     dtypes = tuple(
         _dtype_plan(name, parts, context, batch, memory, bandwidth, shape.weight_bytes_read, state_bytes, checkpoints)
         for name, parts in caches
     )
-    return MemoryPlan(shape, context, batch, memory, float(bandwidth), dtypes, notes, engine, checkpoints)
+    return MemoryPlan(shape, context, batch, memory, float(bandwidth), dtypes, notes, engine, checkpoints if state_bytes else 0)
 
 
 def _with_weights(shape, weight_bytes, weight_bytes_read):
@@ -350,14 +348,7 @@ class _Cache:
             return "MLAKVCache"
         return "RingKVCache" if any(window is not None and window < context for window, _ in self.pools) else "KVCache"
 
-    def nbytes(self, context):
-        return self._nbytes(context, 0)
-
-    def bytes_of_prompt(self, context):
-        """`nbytes` while all tokens come in one append."""
-        return self._nbytes(context, context)
-
-    def _nbytes(self, context, appended):
+    def nbytes(self, context, appended=0):
         """Bytes while the last `appended` tokens have not left a window, and have float rows in formats with newest tokens as floats."""
         total = 0
         for window, pool in self.pools:
@@ -393,11 +384,10 @@ def _with_more(memory, first, count):
 
 
 def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes, state_bytes, checkpoints):
-    def nbytes(tokens):
-        return sum(cache.nbytes(tokens) for cache in caches) + states
+    def nbytes(tokens, **appended):
+        return sum(cache.nbytes(tokens, **appended) for cache in caches) + states
 
     states = checkpoints * state_bytes
-
     one, read = nbytes(context), sum(cache.bytes_read(context) for cache in caches)
     seconds = batch * read / bandwidth
     return DtypePlan(
@@ -405,7 +395,7 @@ def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes, s
         cache=" + ".join(dict.fromkeys(cache.name(context) for cache in caches)),
         bytes_per_token=sum(cache.bytes_per_token for cache in caches),
         bytes_per_sequence=one,
-        bytes_of_prompt=max(one, sum(cache.bytes_of_prompt(context) for cache in caches) + states),
+        bytes_of_prompt=max(one, nbytes(context, appended=context)),
         nbytes=batch * one,
         bytes_read=read,
         fits=None if memory is None else batch * one <= memory,

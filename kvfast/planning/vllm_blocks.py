@@ -4,7 +4,6 @@ from collections import Counter
 
 from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.codec.formats import PRESETS, KVFormat, codes_alone, floats_of
-from kvfast.core.checks import check_block_size
 
 DEFAULTS = {"kvfast": "int4", "vllm": "auto"}
 """The format of an engine, if nobody names one."""
@@ -46,8 +45,8 @@ def vllm_format(name, window, has_tail=None):
 class BlocksOfVLLM:
     """The blocks of one sequence, with the methods of `plan`'s own caches. `num_drafts`: the last layers of the shape that draft."""
 
-    def __init__(self, shape, name, block_size=VLLM_BLOCK_SIZE, num_drafts=0):
-        block_size, number = check_block_size(block_size), len(shape.layers) - num_drafts
+    def __init__(self, shape, name, num_drafts=0):
+        block_size, number = VLLM_BLOCK_SIZE, len(shape.layers) - num_drafts
         if any(layer.rope_dim is not None for layer in shape.layers):
             raise ValueError("plan of engine='vllm' knows no latent rows, which the model has")
         kept = min(KEEPS_FIRST_AND_LAST, number // 2) if name.startswith("turboquant") else 0
@@ -66,10 +65,8 @@ class BlocksOfVLLM:
     def name(self, context):
         return f"vLLM, {self.form}"
 
-    def nbytes(self, context):
+    def nbytes(self, context, appended=0):
         return self.block_bytes * sum(min(-(-context // tokens), most) for most, tokens in self.groups)
-
-    bytes_of_prompt = nbytes
 
     def bytes_read(self, context):
         kinds = self.kinds.items()

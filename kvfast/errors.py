@@ -5,15 +5,6 @@ All checks run before anything is written: a refused call leaves the cache as it
 
 from __future__ import annotations
 
-__all__ = [
-    "CacheFullError",
-    "CorruptFileError",
-    "DimensionMismatchError",
-    "IncompatibleSnapshotError",
-    "MissingCheckpointError",
-    "NonFiniteInputError",
-]
-
 
 class DimensionMismatchError(ValueError):
     """An array has the wrong rank, or a dimension differs from what the cache holds."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvfast.core.text import counted
 
-__all__ = ["AttendItem", "AttendPlan"]
-
 
 @dataclass(frozen=True)
 class AttendItem:

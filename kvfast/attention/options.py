@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["AttendOptions"]
-
 
 class AttendOptions(TypedDict, total=False):
     """The keyword arguments of every `attend`, see `KVCache.attend`; of batches, `spans` and `tree_parents` are lists."""

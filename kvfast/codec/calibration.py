@@ -16,8 +16,6 @@ from kvfast.core.replacing import replacing
 from kvfast.core.text import shown
 from kvfast.errors import CorruptFileError, DimensionMismatchError, NonFiniteInputError
 
-__all__ = ["Calibration", "LayerCalibration", "Moments", "calibrate"]
-
 BLOCK = 64  # tokens that share a mean
 _RIDGE = 1e-3  # of the mean variance: what every direction has at least
 _CONDITION = 1e4  # of a matrix: beyond it, what is decoded is far from what was given

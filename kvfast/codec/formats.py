@@ -13,8 +13,6 @@ from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS, MAX_RECENT_TOKENS,
 from kvfast.core.text import one_of, shown
 from kvfast.errors import DimensionMismatchError
 
-__all__ = ["PRESETS", "KVFormat"]
-
 _SEALED_SIZES = BLOCK_SIZES[1:]  # fewer tokens do not share statistics
 
 

@@ -11,8 +11,6 @@ from kvfast.core.checks import check_flag, check_positive, check_size
 from kvfast.core.interchange import as_array
 from kvfast.core.text import shown
 
-__all__ = ["Rope"]
-
 
 @dataclass(frozen=True)
 class Rope:

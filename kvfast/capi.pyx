@@ -6,7 +6,6 @@ Those of a step need no interpreter but for blocks and for errors; see `kvfast.h
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int64_t, intptr_t
-from libc.string cimport memset
 
 from kvfast.core.kernels cimport active
 from kvfast.handles.arguments cimport ids_of
@@ -57,6 +56,9 @@ cdef extern from "kvfast.h":
         int (*advance_batch)(kvfast_pool *pool, const kvfast_batch *batch, const int64_t *token_ids) noexcept nogil
 
 
+cdef kvfast_options _DEFAULTS  # all are 0
+
+
 cdef object _cache_of(void *handle):
     """The cache or pool of a handle. What holds the GIL here ends with `_failed` after an error."""
     if handle == NULL:
@@ -92,10 +94,8 @@ cdef int append(kvfast_cache *cache, int layer, const kvfast_rows *k, const kvfa
 
 cdef int attend(kvfast_cache *cache, int layer, const kvfast_rows *q, const kvfast_options *options,
                 const kvfast_rows *out) noexcept nogil:
-    cdef kvfast_options defaults
     if options == NULL:
-        memset(&defaults, 0, sizeof(defaults))
-        options = &defaults
+        options = &_DEFAULTS
     return KVFAST_INVALID if cache == NULL else (<CacheHandle>cache).attend(layer, q, options, out)
 
 
@@ -266,10 +266,8 @@ cdef int append_batch(kvfast_pool *pool, int layer, const kvfast_batch *batch, c
 
 cdef int attend_batch(kvfast_pool *pool, int layer, const kvfast_batch *batch, const kvfast_rows *q, const kvfast_options *options,
                       const kvfast_rows *out) noexcept nogil:
-    cdef kvfast_options defaults
     if options == NULL:
-        memset(&defaults, 0, sizeof(defaults))
-        options = &defaults
+        options = &_DEFAULTS
     return KVFAST_INVALID if pool == NULL else (<PoolHandle>pool).attend(layer, batch, q, options, out)
 
 

@@ -18,7 +18,7 @@ from kvfast.codec.blocks cimport kv_layout, values_of
 from kvfast.codec.encode cimport split_latent
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name, parse_dtype
 from kvfast.core.arrays cimport Rows, check_finite, find_unstorable, kv_rows, open_output, open_rows, overlap
-from kvfast.core.checks cimport check_count, check_flag, check_integers, check_number, check_per_head
+from kvfast.core.checks cimport check_count, check_flag, check_integers, check_number, check_vector
 from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, UNSET, parse_precision
 from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
 from kvfast.core.threads cimport most_threads
@@ -279,9 +279,9 @@ cdef int _set_option(Request self, str name, object value, Py_ssize_t num_sequen
         if check_number(value, "softcap", False) != 0 or value != 0:
             o.softcap = check_number(value, "softcap", True)
     elif name == "sinks":
-        o.sinks = _floats_of(self, check_per_head(value, "sinks", self.c.q.heads))
+        o.sinks = _floats_of(self, check_vector(value, "sinks", self.c.q.heads, ", one per query head"))
     elif name == "alibi_slopes":
-        o.alibi_slopes = _floats_of(self, check_per_head(value, "alibi_slopes", self.c.q.heads))
+        o.alibi_slopes = _floats_of(self, check_vector(value, "alibi_slopes", self.c.q.heads, ", one per query head"))
     elif name == "indices":
         _set_chosen(self, value)
     elif name == "spans":

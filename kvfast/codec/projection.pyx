@@ -8,7 +8,7 @@ from libc.string cimport memset
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.codec.encode cimport kv_rotary, load_rows
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
-from kvfast.core.checks cimport check_count, check_flag, check_integers, check_number
+from kvfast.core.checks cimport check_count, check_flag, check_integers, check_number, check_vector
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_Q_HEADS
@@ -17,13 +17,6 @@ from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.core.interchange import as_array, as_numbers
-
-
-cdef object _finite(object array, str name):
-    array = as_numbers(array, name)
-    if not np.isfinite(array).all():
-        raise NonFiniteInputError(f"{name} must be finite, got {array[~np.isfinite(array)][0]}")
-    return array
 
 
 cdef class Transform:
@@ -46,10 +39,7 @@ cdef class Transform:
             self.c, self.needs, self.table_rows = rotation.c, rotation.needs, rotation.table_rows
             self.c.row.norm = NULL
         if norm is not None:
-            norm = _finite(norm, name)
-            if norm.shape != (head_dim,):
-                raise DimensionMismatchError(f"{name} must have shape ({head_dim},), got {norm.shape}")
-            norm_view = norm
+            norm = norm_view = check_vector(norm, name, head_dim)
             self.c.row.norm, self.c.row.eps = &norm_view[0], epsilon
         if (cos is None) != (sin is None):
             raise ValueError("cos and sin must be given together, got only one of them")

@@ -132,11 +132,11 @@ def check_block_size(value):
     return size
 
 
-cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
+cdef object check_vector(object values, str name, Py_ssize_t count, str what=""):
+    """`count` finite numbers; `what` tells what each is for."""
     array = as_numbers(values, name)
-    if array.shape != (num_q_heads,):
-        raise DimensionMismatchError(f"{name} must have shape ({num_q_heads},), one per query head, "
-                                     f"got {array.shape}")
+    if array.shape != (count,):
+        raise DimensionMismatchError(f"{name} must have shape ({count},){what}, got {array.shape}")
     if not np.isfinite(array).all():
         raise NonFiniteInputError(f"{name} must be finite, got {array[~np.isfinite(array)][0]}")
     return array

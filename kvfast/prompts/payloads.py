@@ -64,12 +64,8 @@ class End:
     def __init__(self, payload: memoryview, storage: Any, num_chunk_blocks: int, seq_len: int) -> None:
         self.seq_len, self._skip = seq_len, num_chunk_blocks
         try:
-            (nbytes,) = struct.unpack_from("<I", payload)
-            if nbytes > min(MAX_HEADER, len(payload) - 4):
-                raise ValueError(f"a header of {nbytes} bytes")
-            self.states = parsed(bytes(payload[4 : 4 + nbytes]))
+            self.states, self._rows = _header_and_rest(payload)
             check_fields(self.states, TABLES, "tables")
-            self._rows = payload[4 + nbytes :]
             block_bytes.check_rest(storage, num_chunk_blocks, seq_len, self.states, self._rows)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error) as error:
             raise CorruptFileError(f"it describes no end of {seq_len} tokens: {error}") from None
@@ -85,34 +81,25 @@ class End:
     @staticmethod
     def read(storage: Any, num_chunk_blocks: int) -> bytearray:
         """The value of the end of a sequence, without its header."""
-        states = json.dumps(storage.resume_states(), separators=(",", ":")).encode()
         rows = block_bytes.rest(storage, num_chunk_blocks, True)
-        value, payload = new_value(4 + len(states) + sum(row.nbytes for row in rows))
-        struct.pack_into("<I", payload, 0, len(states))
-        payload[4 : 4 + len(states)] = states
-        block_bytes.copy_rows(rows, payload[4 + len(states) :], False)
+        value, rest = _value_with_header(storage.resume_states(), sum(row.nbytes for row in rows))
+        block_bytes.copy_rows(rows, rest, False)
         return value
 
 
 def states_value(checkpoint: Checkpoint) -> bytearray:
     """The value of recurrent states, without its header."""
-    header = json.dumps(checkpoint.forms.fields, separators=(",", ":")).encode()
-    start = 4 + len(header)
-    value, payload = new_value(start + len(checkpoint.data))
-    struct.pack_into("<I", payload, 0, len(header))
-    payload[4:start], payload[start:] = header, checkpoint.data
+    value, rest = _value_with_header(checkpoint.forms.fields, len(checkpoint.data))
+    rest[:] = checkpoint.data
     return value
 
 
 def states_of(payload: memoryview, secure: bool) -> Checkpoint:
     """The states in a value; CorruptFileError for other bytes, before anything is allocated by what they claim."""
     try:
-        (nbytes,) = struct.unpack_from("<I", payload)
-        if nbytes > min(MAX_HEADER, len(payload) - 4):
-            raise ValueError(f"a header of {nbytes} bytes")
-        fields = parsed(bytes(payload[4 : 4 + nbytes]))
+        fields, given = _header_and_rest(payload)
         check_fields(fields, STATES, "states")
-        forms, given = StateForms(fields), payload[4 + nbytes :]
+        forms = StateForms(fields)
         if len(given) != forms.nbytes:
             raise ValueError(f"{len(given)} bytes, where {forms.nbytes} are needed")
     except (ValueError, RecursionError, struct.error) as error:
@@ -120,6 +107,21 @@ def states_of(payload: memoryview, secure: bool) -> Checkpoint:
     data = forms.empty(secure)
     data[:] = np.frombuffer(given, np.uint8)
     return Checkpoint(forms, data)
+
+
+def _value_with_header(fields, nbytes):
+    """A value of the length of a header, the header as JSON and `nbytes` bytes; and where those belong."""
+    header = json.dumps(fields, separators=(",", ":")).encode()
+    value, payload = new_value(4 + len(header) + nbytes)
+    payload[: 4 + len(header)] = struct.pack("<I", len(header)) + header
+    return value, payload[4 + len(header) :]
+
+
+def _header_and_rest(payload):
+    (nbytes,) = struct.unpack_from("<I", payload)
+    if nbytes > min(MAX_HEADER, len(payload) - 4):
+        raise ValueError(f"a header of {nbytes} bytes")
+    return parsed(bytes(payload[4 : 4 + nbytes])), payload[4 + nbytes :]
 
 
 def tails_value(tails: list[NDArray[np.int64]]) -> bytearray:

@@ -7,6 +7,7 @@ guess costs time and nothing else, so these guess as far ahead as they have reas
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
+from kvfast.engine import check_size
 from kvfast.tools.llama.model import FEW_TOKENS
 
 
@@ -93,11 +94,8 @@ class PromptLookup:
     """
 
     def __init__(self, ngram=3, max_draft=FEW_TOKENS - 1):
-        if ngram < 1:
-            raise ValueError(f"ngram must be at least 1, got {ngram}")
-        if max_draft < 1:
-            raise ValueError(f"max_draft must be at least 1, got {max_draft}")
-        self.ngram, self.max_draft, self._passages = ngram, max_draft, Passages(ngram, ngram, 1)
+        self.ngram, self.max_draft = check_size(ngram, "ngram", 1), check_size(max_draft, "max_draft", 1)
+        self._passages = Passages(ngram, ngram, 1)
 
     def draft(self, context, cache, limit):
         """Guess the next tokens.

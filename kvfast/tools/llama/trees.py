@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvfast.engine import check_size
 from kvfast.tools.llama.model import FEW_TOKENS
 from kvfast.tools.llama.speculative import Passages, continuation, count_alike
 
@@ -88,10 +89,8 @@ class TreeLookup:
     def __init__(self, ngram=3, least=2, max_passages=8, max_draft=FEW_TOKENS - 1):
         if not 1 <= least <= ngram:
             raise ValueError(f"least must be between 1 and ngram, got {least} and {ngram}")
-        for name, value in (("max_passages", max_passages), ("max_draft", max_draft)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        self.ngram, self.least, self.max_passages, self.max_draft = ngram, least, max_passages, max_draft
+        self.ngram, self.least = ngram, least
+        self.max_passages, self.max_draft = check_size(max_passages, "max_passages", 1), check_size(max_draft, "max_draft", 1)
         self._passages = Passages(least, ngram, max_passages)
 
     def draft(self, context, cache, limit):

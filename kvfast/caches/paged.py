@@ -128,9 +128,8 @@ class PagedKVCache(Pool):
 
         Parameters
         ----------
-        layer : int
-        k : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
-        v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
+        layer, k, v
+            As in `KVCache.append`.
         slot_mapping : integers of shape (num_tokens,)
             From `slot_mapping`, the same for every layer, with -1 for a token to leave out; or, in a pool without
             sequences, the slots of another scheduler, or a PreparedBatch that has them.

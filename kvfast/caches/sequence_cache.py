@@ -134,16 +134,12 @@ class SequenceCache(StorageProperties):
         Parameters
         ----------
         layer : int
-        qkv : array of shape (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim)
-            float32, float16 or bfloat16: all query heads of a token, then its key heads, then its value heads.
+        qkv, cos, sin, q_norm, k_norm, eps, interleaved
+            As in `kvfast.split_qkv_norm_rope`.
         num_q_heads : int, optional
             Computed from the width of `qkv`; if given, it is checked against it.
-        cos, sin : arrays of shape (num_positions, rotary_dim // 2), float32, optional
-            Cosines and sines of the rotary angles; None for no rotation.
         positions : integers of shape (num_tokens,), optional
             Row of `cos` and `sin` for each token; by default its position in the layer.
-        q_norm, k_norm, eps, interleaved
-            As in `kvfast.split_qkv_norm_rope`.
         out : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16, optional
             Where to write the queries.
         num_threads : int, optional

@@ -206,15 +206,7 @@ cdef int check_rows(const kv_layout *layout, Rows k, Rows v) except -1:
 
 cdef int check_storable(const kv_layout *layout, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1:
     """Refuse rows that `write_rows` would refuse, before anything is written. Without slots, all tokens are checked."""
-    cdef kv_team team
-    cdef kv_written done
-    gather(&team, None, work_of(&k.rows))
-    with nogil:
-        done = encode_rows(layout, &k.rows, &v.rows, rotary, slots, True, True, &team)
-    check_stopped(team.watch)
-    if done != WRITTEN:
-        _refuse(done, layout, k, v, rotary, slots)
-    return 0
+    return _encode_or_raise(layout, k, v, rotary, slots, True, True, True)
 
 
 cdef int _refuse(kv_written done, const kv_layout *layout, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1:
@@ -277,13 +269,18 @@ cdef int write_rows(const kv_layout *layout, Rows k, Rows v, const kv_rotary *ro
     Raises for a value that cannot be stored, and with `may_stop` for a signal handler that raises. Some slots may then be
     written already: no reader must see them, or the arrays must have been checked before.
     """
+    return _encode_or_raise(layout, k, v, rotary, slots, in_order, False, may_stop)
+
+
+cdef int _encode_or_raise(const kv_layout *layout, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots, bint in_order,
+                          bint checks, bint may_stop) except -1:
     cdef kv_team team
     cdef kv_written done
     gather(&team, None, work_of(&k.rows))
     if not may_stop:
         team.watch = NULL
     with nogil:
-        done = encode_rows(layout, &k.rows, &v.rows, rotary, slots, in_order, False, &team)
+        done = encode_rows(layout, &k.rows, &v.rows, rotary, slots, in_order, checks, &team)
     check_stopped(team.watch)
     if done != WRITTEN:
         _refuse(done, layout, k, v, rotary, slots)

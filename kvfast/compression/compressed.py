@@ -180,13 +180,10 @@ class CompressedKV:
         ----------
         q : array of shape (num_tokens, num_q_heads, head_dim), or with a batch (batch, num_tokens, num_q_heads, head_dim)
             float32, float16 or bfloat16. Query head h reads head ``h // (num_q_heads // num_heads)``.
-        scale : float, optional
-            Factor of the scores; ``head_dim ** -0.5`` by default.
+        scale, return_lse, num_threads
+            As in `kvfast.KVCache.attend`.
         causal : bool
             If True, the queries are those of the last tokens, and see no later token; otherwise they see all tokens.
-        return_lse : bool
-            Also return the log-sum-exp of the scores, for `kvfast.merge_states`.
-        num_threads : int, optional
 
         Returns
         -------

@@ -1,4 +1,3 @@
-"""The tokens that were chosen for each query."""
 from libc.stdint cimport int64_t
 
 from kvfast.attention.refusals cimport kv_refusal

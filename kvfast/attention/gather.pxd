@@ -1,4 +1,3 @@
-"""How a task reads chosen tokens."""
 from kvfast.attention.tasks cimport kv_task
 
 cdef void read_chosen(kv_task *task) noexcept nogil

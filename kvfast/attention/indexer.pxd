@@ -1,4 +1,3 @@
-"""The positions that an indexer finds best."""
 from kvfast.attention.sight cimport kv_member
 from kvfast.codec.blocks cimport kv_layout
 from kvfast.core.arrays cimport Rows

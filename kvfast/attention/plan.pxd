@@ -1,4 +1,3 @@
-"""The second step of attention: a request and the sequences that it reads become tasks."""
 from libc.stdint cimport int32_t
 
 from kvfast.attention.refusals cimport kv_refusal

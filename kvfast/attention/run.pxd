@@ -1,4 +1,3 @@
-"""The third step of attention: the tasks of a plan are run, or counted."""
 from kvfast.attention.plan cimport kv_plan, kv_prefix
 from kvfast.attention.request cimport Request
 from kvfast.attention.sight cimport kv_member

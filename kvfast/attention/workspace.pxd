@@ -1,6 +1,3 @@
-"""Memory that calls of attention work in."""
-
-
 cdef enum:
     ITEMS
     QUERIES

@@ -1,4 +1,3 @@
-"""Decodes codes and float rows to floats."""
 from libc.stdint cimport int32_t, int64_t
 
 from kvfast.codec.blocks cimport kv_layout

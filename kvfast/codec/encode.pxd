@@ -23,7 +23,6 @@ cdef enum kv_written:
 
 cdef bint split_latent(const kv_layout *layout, kv_rows *rows, kv_rows *rope) noexcept nogil
 cdef tuple open_tokens(const kv_layout *layout, object k, object v)
-cdef bint is_identity(const kv_rotary *rotary) noexcept nogil
 cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
                     Py_ssize_t num_heads, const kv_rotary *rotary, float *out, Py_ssize_t stride) noexcept nogil
 cdef tuple storable(const kv_layout *layout, Rows k, Rows v)

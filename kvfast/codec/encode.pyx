@@ -70,7 +70,7 @@ cdef tuple open_tokens(const kv_layout *layout, object k, object v):
     return keys, values
 
 
-cdef bint is_identity(const kv_rotary *rotary) noexcept nogil:
+cdef bint _is_identity(const kv_rotary *rotary) noexcept nogil:
     return rotary.row.norm == NULL and rotary.row.cos == NULL
 
 
@@ -79,7 +79,7 @@ cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t t
     """Heads of one token as float32, normalised and rotated, `stride` floats apart."""
     cdef const char *source = rows.data + token * rows.token_stride + head * rows.head_stride
     cdef kv_transform transform = rotary.row
-    cdef bint identity = is_identity(rotary)
+    cdef bint identity = _is_identity(rotary)
     cdef Py_ssize_t i, source_stride = rows.head_stride // <Py_ssize_t>sizeof(float)
     if identity or rows.dtype != KV_FLOAT32:
         for i in range(num_heads):
@@ -122,7 +122,7 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
     cdef Py_ssize_t slot
     cdef int i, size = call.layout.k.block_size
     cdef float limit = _limit(call.layout, values)
-    if rows.dtype == KV_FLOAT32 and is_identity(rotary):
+    if rows.dtype == KV_FLOAT32 and _is_identity(rotary):
         source = <const float *>(rows.data + token * rows.token_stride + head * rows.head_stride)
         stride = rows.token_stride // <Py_ssize_t>sizeof(float)
     else:

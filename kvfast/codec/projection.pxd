@@ -22,4 +22,3 @@ cdef class Projection:
 cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_dim,
                                 Py_ssize_t v_head_dim)
 cdef object write_queries(Projection parts, Transform transform, object out, object num_threads)
-cdef object transform_rows(Rows rows, Transform transform, object out, object num_threads)

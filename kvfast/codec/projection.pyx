@@ -166,10 +166,10 @@ cdef object write_queries(Projection parts, Transform transform, object out, obj
     """The queries of a projection, normalised and rotated, as a new array or into `out`, which must be apart from all that is read."""
     if isinstance(out, np.ndarray) and any([np.may_share_memory(out, array) for array in (parts.array, *transform.arrays)]):
         raise ValueError("out must not share memory with qkv, q_norm, k_norm, cos, sin or positions")
-    return transform_rows(parts.q, transform, out, num_threads)
+    return _transform_rows(parts.q, transform, out, num_threads)
 
 
-cdef object transform_rows(Rows rows, Transform transform, object out, object num_threads):
+cdef object _transform_rows(Rows rows, Transform transform, object out, object num_threads):
     """Rows of Q or K, normalised and rotated, as a new array or into `out`."""
     cdef Rows target
     cdef Py_ssize_t n = rows.rows.tokens
@@ -235,8 +235,8 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     cdef Transform of_k = Transform(dim, k_norm, eps, name="k_norm", rotation=of_q)
     of_q.fit(parts.heads.rows.tokens, 0)
     of_k.fit(parts.heads.rows.tokens, 0)
-    return (transform_rows(parts.q, of_q, None, num_threads), transform_rows(parts.k, of_k, None, num_threads),
-            transform_rows(parts.v, Transform(v_dim), None, num_threads))
+    return (_transform_rows(parts.q, of_q, None, num_threads), _transform_rows(parts.k, of_k, None, num_threads),
+            _transform_rows(parts.v, Transform(v_dim), None, num_threads))
 
 
 def rotated(x, cos, sin, interleaved=False):
@@ -244,4 +244,4 @@ def rotated(x, cos, sin, interleaved=False):
     cdef Rows rows = open_rows(x, "q")
     cdef Transform transform = Transform(rows.rows.dim, cos=cos, sin=sin, interleaved=interleaved)
     transform.fit(rows.rows.tokens, 0)
-    return transform_rows(rows, transform, None, None)
+    return _transform_rows(rows, transform, None, None)

@@ -1,4 +1,3 @@
-"""Checks of arguments that are numbers or truth values."""
 from libc.stdint cimport int32_t
 
 

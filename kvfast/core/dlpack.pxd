@@ -1,4 +1,3 @@
-"""Tensors of other libraries by the C functions that their types offer (``__dlpack_c_exchange_api__`` of DLPack 1.2)."""
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
 
 

@@ -1,4 +1,1 @@
-"""Where the pages of caches lie."""
-
-
 cdef int spread(char *data, size_t nbytes) except -1

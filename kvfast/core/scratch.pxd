@@ -1,5 +1,3 @@
-"""Memory of threads for what is too large for their stacks."""
-
 cdef enum:
     SCRATCH_BYTES = 768 << 10  # of a thread; the system gives memory to those pages that are used
 

@@ -1,4 +1,3 @@
-"""A `kvfast_cache`."""
 from kvfast.attention.sight cimport kv_member
 from kvfast.handles.handle cimport Handle, kv_c_call
 from kvfast.handles.header cimport kvfast_cache, kvfast_options, kvfast_rows

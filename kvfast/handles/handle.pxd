@@ -1,4 +1,3 @@
-"""What a `kvfast_cache` and a `kvfast_pool` share."""
 from libc.stdint cimport int64_t
 
 from kvfast.attention.options cimport kvfast_options

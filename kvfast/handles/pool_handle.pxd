@@ -1,4 +1,3 @@
-"""A `kvfast_pool`."""
 from libc.stdint cimport int64_t
 
 from kvfast.attention.cascade cimport kv_prefixes

@@ -95,9 +95,7 @@ class _EncryptedValue(Value):
             sealed = self._value.read(HEAD_BYTES, len(self) + TAG_BYTES)
             super().__init__(decrypted(self._cipher, NONCE, sealed, self._authenticated))
             self._cipher = None
-        if start + count > len(self):
-            raise EOFError(f"it must have {start + count} bytes, got {len(self)}")
-        return self._data[start : start + count]
+        return super().read(start, count)
 
     def __exit__(self, *exception):
         if self._cipher is None:

@@ -1,4 +1,3 @@
-"""A scheduler's tables for one step, checked once for all layers."""
 from libc.stdint cimport int32_t
 
 from kvfast.attention.cascade cimport kv_prefixes

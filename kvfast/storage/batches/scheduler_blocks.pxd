@@ -1,4 +1,3 @@
-"""The blocks of a pool with float rows that another scheduler gives out."""
 from libc.stdint cimport int16_t, int32_t, uint8_t
 
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch

@@ -1,4 +1,3 @@
-"""Memory of a caller that a pool keeps its blocks in."""
 from libc.stdint cimport int64_t
 
 from kvfast.codec.blocks cimport kv_layout

@@ -27,7 +27,6 @@ cdef list frozen_of(list segments)
 cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) except -1
 cdef list copied(list segments, list live, list own=*)
 cdef list rotations_of(object ropes, Py_ssize_t shift)
-cdef object rotated_keys(object k, object rotation)
 cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint values)
 cdef object spliced_rows(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t index, Py_ssize_t layer, bint values)
 cdef int fill_segments(list segments, BlockTable live, Py_ssize_t which, Py_ssize_t layer, Py_ssize_t index,

@@ -173,7 +173,7 @@ cdef list rotations_of(object ropes, Py_ssize_t shift):
     return [known[rope] if shift else None for rope in ropes]
 
 
-cdef object rotated_keys(object k, object rotation):
+cdef object _rotated_keys(object k, object rotation):
     """Decoded keys of a segment, rotated for its positions."""
     if rotation is None or not len(k):
         return k
@@ -200,7 +200,7 @@ cdef object spliced_rows(list segments, BlockTable live, Py_ssize_t which, Py_ss
     for segment in segments:
         source = live if segment.frozen is None else segment.frozen.tables[which]
         rows = rows_at(source, layer, np.arange(segment.first, segment.last), values)
-        parts.append(rows if values or segment.rotations is None else rotated_keys(rows, segment.rotations[index]))
+        parts.append(rows if values or segment.rotations is None else _rotated_keys(rows, segment.rotations[index]))
     return np.concatenate(parts)
 
 

@@ -36,7 +36,7 @@ class Prompt:
         if salt is None:
             raise ValueError("the sequence is of a file that does not tell its salt: pass the salt")
         self.settings, self.token_ids, self.chunk_tokens = settings_of(cache), token_ids, chunk_tokens
-        self.salt = salt
+        self.salt, self.store = salt, chunks
         self.block_size = block_size_of(storage_in(cache).formats, None, BLOCK_SIZE)
         if chunk_tokens % self.block_size:
             raise ValueError(f"chunk_tokens must be a multiple of the {self.block_size} tokens of a block, got {chunk_tokens}")

@@ -15,7 +15,7 @@ from kvfast.prompts.envelope import HEADER_BYTES
 from kvfast.prompts.payloads import End, states_value, tails_of, tails_value
 from kvfast.prompts.prompt import Prompt
 from kvfast.prompts.prompt_keeper import PromptKeeper
-from kvfast.prompts.reader import Reader
+from kvfast.prompts.reader import choices_of, fill, is_slow, write_chunks
 
 if TYPE_CHECKING:
     import os
@@ -84,7 +84,7 @@ class PromptCache(PromptKeeper):
         background: bool = False,
     ) -> None:
         super().__init__(store, max_bytes, near, chunk_tokens, secret, time_limit, 16)
-        self.background, self._reader = check_flag(background, "background"), Reader(self.chunks)
+        self.background = check_flag(background, "background")
 
     def save(
         self,
@@ -202,8 +202,8 @@ class PromptCache(PromptKeeper):
         begin, found = time.perf_counter(), 0
         prompt, deadline = self._prompt(cache, token_ids, model, salt, tokens_per_second), self.chunks.deadline()
         if len(token_ids) > 1:
-            for choice in self._reader.choices(cache, prompt, deadline):
-                found = self._reader.fill(cache, prompt, *choice, tokens_per_second, deadline)
+            for choice in choices_of(cache, prompt, deadline):
+                found = fill(cache, prompt, *choice, tokens_per_second, deadline)
                 if found:
                     break
         self._count(len(token_ids), found, begin)
@@ -244,10 +244,10 @@ class PromptCache(PromptKeeper):
         keys = prompt.chunks(max(min(len(token_ids) - 1, room), 0) // self.chunk_tokens)[first:]
         count = self.chunks.count_first(keys, deadline)
         indices, length = range(first, first + count), (first + count) * self.chunk_tokens
-        if length > held and not self._reader.is_slow(prompt, indices, length - held, tokens_per_second):
+        if length > held and not is_slow(prompt, indices, length - held, tokens_per_second):
             chunk_bytes.extend(storage_in(sequence), length)
             try:
-                good = self._reader.write_chunks(storage_in(sequence), prompt, indices, deadline, held // sequence.block_size)
+                good = write_chunks(storage_in(sequence), prompt, indices, deadline, held // sequence.block_size)
             except BaseException:
                 sequence.truncate(held)
                 raise

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import sys
 from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import sha256
@@ -21,7 +20,7 @@ from kvfast.tools.evaluation.compressed_prompts import evaluate_compressed, pars
 from kvfast.tools.evaluation.llama_cpp_caches import LlamaCpp, parse_cache_types
 from kvfast.tools.evaluation.perplexity import FORMATS, bits_per_element, new_cache
 from kvfast.tools.evaluation.plotting import check_folder, check_plot
-from kvfast.tools.evaluation.report import as_rows, compression_table, plot_scores, reports_table, retrieval_table, score_table
+from kvfast.tools.evaluation.report import as_rows, compression_table, plot_scores, reports_table, retrieval_table, score_table, show
 from kvfast.tools.evaluation.retrieval import KINDS, retrieval_scores, retrieval_task, retrieve_with
 from kvfast.tools.evaluation.wrapped import TimedCache
 from kvfast.tools.llama.fetch import file_sha256
@@ -30,7 +29,7 @@ from kvfast.tools.llama.fetch import file_sha256
 def run_eval(args):
     """Score the caches of `args.formats` on each of `args.text`; print a table, or JSON, of the means."""
     if args.compare:
-        _show(reports_table([json.loads(_read_text(path)) for path in args.compare]))
+        show(reports_table([json.loads(_read_text(path)) for path in args.compare]))
         return
     if args.report:
         check_folder(args.report)
@@ -119,7 +118,7 @@ def _run_task(args):
         return
     for length, scores in zip(args.lengths, found):
         print(f"{args.text[0]}: {args.pairs} {KINDS[args.task]} in {length:,} tokens, {args.seeds} times")
-        _show(retrieval_table(scores))
+        show(retrieval_table(scores))
     print("log-prob of a token of the answers, in nats; +- and the range of exact answers are 95 % intervals")
 
 
@@ -159,7 +158,7 @@ def _report(args, path, per_text, title, table_of, abouts, **more):
         print(json.dumps({"text": names, "chunk": args.chunk, "results": as_rows(means), "texts": by_text, **more}, indent=2))
         return
     print(f"{names}: {count} {title}; NLL and KL are means per token, in nats")
-    _show(table_of(means))
+    show(table_of(means))
 
 
 def _about(path, model, texts):
@@ -213,11 +212,6 @@ def run_calibrate(args):
     calibration = evaluation.calibrate_on_text(model, tokens)
     calibration.save(args.out)
     print(f"{calibration!r} of {len(tokens):,} tokens of {args.text}: {size_text(Path(args.out).stat().st_size)} in {args.out}")
-
-
-def _show(table):
-    """Print a table. Without a terminal rich assumes 80 columns and would fold it."""
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def _read_text(path):

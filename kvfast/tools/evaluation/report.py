@@ -1,9 +1,11 @@
 """Scores of caches as a table, as plain data, and as a plot (extra ``plot``)."""
 
+import sys
 from dataclasses import asdict
 from itertools import groupby, product
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from kvfast.tools.evaluation.plotting import new_figure
@@ -51,6 +53,11 @@ def new_table(*headings, left=("cache", "method"), **options):
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right")
     return table
+
+
+def show(table):
+    """Print a table. Without a terminal rich assumes 80 columns and would fold it."""
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def _fill(table, scores, of_reference, of_score):

@@ -1,6 +1,5 @@
 """The command `bench` of `python -m kvfast`."""
 
-import sys
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from kvfast.tools.cli.bench.measure import cpu_name, default_threads, measure
 from kvfast.tools.cli.bench.real_rows import real_rows
 from kvfast.tools.cli.bench.report import as_json, as_report, machine_text, plot, tables
 from kvfast.tools.evaluation.plotting import check_folder, check_plot
+from kvfast.tools.evaluation.report import show
 
 # What is measured when nothing else is said: (contexts, most of prefill), and with --short.
 CONTEXTS = (1024, 4096, 16384, 65536)
@@ -60,7 +60,7 @@ def _run_stream(args, least_bytes):
     with progress_bar(len(cases)) as progress:
         table = stream.stream_table(cases, threads, rounds=args.rounds, least_bytes=least_bytes, progress=progress)
     print(f"{cpu_name()}, tier {kvfast.active_isa()}; medians of interleaved rounds")
-    _console().print(table)
+    show(table)
 
 
 def _cases(args):
@@ -111,14 +111,9 @@ def _vector_isas():
 def _print_results(isa, results, tables):
     print(f"{cpu_name()}, tier {isa}; medians; fractions are of what the machine did in the same rounds")
     print(machine_text(results))
-    console = _console()
     for table in tables:
-        console.print()
-        console.print(table)
-
-
-def _console():
-    return Console(width=None if sys.stdout.isatty() else 120)
+        print()
+        show(table)
 
 
 @contextmanager

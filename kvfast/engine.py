@@ -2,7 +2,7 @@
 
 - Blocks in the memory of another scheduler: `buffer_layout`, `pool_over`, `TensorCalls`. The storage of a cache: `storage_in`.
 - Prompts in stores: `ChunkStore` and `PromptKeeper`, the base of a cache of prompts; `new_value`, `HEADER_BYTES`, `num_tokens_of`,
-  `common_length`, `Rate`, `Writer`, `Store`, `open_store`. The keys of prompts cover `FILE_VERSION`, and `files_digest` of weights.
+  `common_length`, `Rate`, `Writer`, `Store`, `open_store`. The keys of prompts cover `FILE_VERSION`, and `files_digest`, `files_status` of weights.
 - Versions of other libraries: `installed_version`, `minor_of`, `missing`, `versions_text`; `difference`, the trial of one that was not
   tested.
 - Models and formats: `read_shape`, `key_bias_note`, `formats_of`, `floats_of`, `codes_alone`, `MAX_FLOAT_TOKENS`, `VLLM_FORMATS`, `VLLM_NAMES`, `vllm_format`.

@@ -247,6 +247,7 @@ static ggml_backend_reg_t kvfast_reg(void)
             .get_proc_address = reg_function,
         },
     };
+    kv_active_tier(); /* which is set by its first call, and two contexts may be made at once */
     return &reg;
 }
 

@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {"kvfast": (".py", ".pyx", ".pxd", ".pyi", ".c", ".h"), "tests": (".py",), "docs": (".md",)}
 # Folders, and most lines. Those of one level stand below their parent.
 MOST = {
-    "kvfast": 51_174,
+    "kvfast": 51_173,
     "kvfast/attention": 4_159,
     "kvfast/caches": 3_172,
     "kvfast/codec": 2_586,
     "kvfast/compression": 1_947,
     "kvfast/core": 2_912,
-    "kvfast/engines": 8_369,
+    "kvfast/engines": 8_368,
     "kvfast/files": 1_439,
     "kvfast/handles": 1_041,
     "kvfast/planning": 1_888,

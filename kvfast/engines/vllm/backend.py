@@ -183,7 +183,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             # Codes alone, of a layer with a window, may need fewer bytes than the blocks have.
             size = buffer_layout(1, heads, dim, 1, block_size, fmt, v_head_dim=v_dim).nbytes
             buffer = [one.view(np.uint8).reshape(num_blocks, -1)[:, :size] for one in buffer]
-            of_layers = {layer.impl.number: calibrated[layer.layer_name] for layer in reversed(layers)}
+            of_layers = {layer.impl.number: calibrated[layer.layer_name] for layer in reversed(layers)}  # the first of those that share
             formats = [of_layers[i] for i in range(len(buffer))]
             return PagedKVCache(len(buffer), heads, dim, num_blocks, block_size, formats, v_head_dim=v_dim, buffer=buffer)
 

@@ -1,6 +1,7 @@
 """What the user asks for single layers of a model: formats of their own, and bases for keys."""
 
 import os
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -9,19 +10,19 @@ from kvfast.engine import VLLM_FORMATS, VLLM_NAMES
 from kvfast.engines.vllm import versions
 
 FORMATS, CALIBRATION = "KVFAST_LAYER_FORMATS", "KVFAST_CALIBRATION"
+_loaded = cache(Calibration.load)
 
 
 def asked_formats():
     """The numbers of layers in FORMATS, negative ones from the last layer on, and their kv_cache_dtype; ValueError if it is not understood."""
     names, found = VLLM_FORMATS if versions.takes_names() else VLLM_NAMES, {}
-    for part in filter(None, os.environ.get(FORMATS, "").split(";")):
-        numbers, _, name = part.partition("=")
-        try:
-            found |= dict.fromkeys(map(int, numbers.split(",")), names[name] and name)
-        except (KeyError, ValueError):
+    for part in filter(None, os.environ.get(FORMATS, "").replace(" ", "").split(";")):
+        match = re.fullmatch(r"(-?\d+(?:,-?\d+)*)=(\w+)", part)
+        if match is None or match[2] not in names:
             raise ValueError(
                 f'{FORMATS} must be like "0,1,-1=int8_per_token_head;5=auto", layers and one of {", ".join(names)}, got {part!r}'
-            ) from None
+            )
+        found |= dict.fromkeys(map(int, match[1].split(",")), match[2])
     return found
 
 
@@ -29,9 +30,6 @@ def asked_calibration():
     """The Calibration whose file CALIBRATION names, or None."""
     path = os.environ.get(CALIBRATION)
     return _loaded(path) if path else None
-
-
-_loaded = cache(Calibration.load)
 
 
 def asked():
@@ -50,7 +48,7 @@ def let_layers_differ():
         return
 
     def get_kv_cache_spec(self, vllm_config):
-        name = _format_of(self.layer_name, vllm_config)
+        name = _name_of(self.layer_name, vllm_config)
         if name is not None:
             self.kv_cache_dtype, self.kv_cache_torch_dtype = name, kv_cache_dtype_str_to_dtype(name, vllm_config.model_config)
         return original(self, vllm_config)
@@ -58,16 +56,16 @@ def let_layers_differ():
     Attention.get_kv_cache_spec = get_kv_cache_spec
 
 
-def _format_of(layer_name, vllm_config):
+def _name_of(layer_name, vllm_config):
     """The kv_cache_dtype that is asked for a layer, or None."""
-    asked = asked_formats()
-    if not asked:
+    names = asked_formats()
+    if not names:
         return None
     number, count = _place_of(layer_name, vllm_config)
-    outside = [one for one in asked if not -count <= one < count]
+    outside = [one for one in names if not -count <= one < count]
     if outside:
         raise ValueError(f"{FORMATS} must have layers from {-count} to {count - 1} of this model, got {outside[0]}")
-    return {one % count: name for one, name in asked.items()}.get(number)
+    return {one % count: name for one, name in names.items()}.get(number)
 
 
 def calibrated(fmt, layer_name, spec, vllm_config):

@@ -14,8 +14,8 @@ def arrays_of(metadata):
 
 
 def without_gaps(tables, slots):
-    """The same without the tokens that get no slot, and the rows of the others, None for all. A draft model computes the drafts that were
-    rejected once more: they are the last tokens of their texts, have no slots, and nobody reads what comes of them."""
+    """The tables and slots of a step without the tokens that get no slot, and the rows of the others, None for all. A draft model
+    computes rejected drafts once more: they are the last tokens of their texts, have no slots, and nobody reads what comes of them."""
     table, lengths, starts = tables
     rows = np.flatnonzero(slots[: starts[-1]] >= 0)
     if len(rows) == starts[-1]:

@@ -38,7 +38,8 @@ def register():
     from kvfast.engines.vllm.by_layer import asked
     from kvfast.engines.vllm.formats import has_tail, register_names
 
-    has_tail(), asked()  # errors of the user's settings come before a model is loaded
+    has_tail()
+    asked()  # so that an error of a setting comes before a model is loaded
     register_names()
     _replace_in_platform("check_and_update_config", _keep_images_whole)
     if versions.LATENT_ROWS in parts:
